@@ -1,0 +1,64 @@
+# Every target makes its own virtual environment (.venv) the first time; later calls start at once.
+#   make demo        train the shipped policy with FP4 rollouts; report in runs/demo/report.html
+#   make test        the default test suite
+#   make help        all targets
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# What a new installation depends on. Python sources are used in place (editable), so they are not listed.
+RECIPE := pyproject.toml constraints.txt $(wildcard CMakeLists.txt) $(wildcard cpp/*)
+RUN ?= runs/demo
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow lint format docs bench native clean
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# Two stamps: the demo needs the runtime only, everything else the development tools as well.
+$(VENV)/runtime.stamp: $(RECIPE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/development.stamp: $(RECIPE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[dev]'
+	touch $@ $(VENV)/runtime.stamp
+
+demo: $(VENV)/runtime.stamp ## train the shipped policy with FP4 rollouts (replaces runs/demo)
+	rm -rf $(RUN)
+	$(BIN)/halfbyte train --config examples/demo.toml --out $(RUN)
+
+test: $(VENV)/development.stamp ## the default tests
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/development.stamp ## the tests marked slow
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/development.stamp ## ruff (rules and format) and mypy --strict
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/development.stamp ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(VENV)/development.stamp ## build the documentation into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: $(VENV)/development.stamp ## run the benchmarks in bench/
+	for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+native: $(VENV)/development.stamp ## rebuild the native kernels in place, for work on cpp/
+	$(PIP) cmake ninja nanobind
+	$(BIN)/cmake -S . -B build/dev -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python
+	$(BIN)/cmake --build build/dev --parallel
+
+clean: ## remove the virtual environment and everything built
+	rm -rf $(VENV) build dist site

@@ -1,0 +1,209 @@
+#define HALFBYTE_ISA isa_avx512
+#if defined(__AVX512F__)
+#include "lanes.hpp"
+#include "quantise.hpp"
+#include "scalar.hpp"
+
+namespace halfbyte {
+namespace {
+
+using scalar::decode_e4m3;
+using scalar::decode_e8m0;
+
+template <bool Bf16>
+HALFBYTE_INLINE __m512 load_values(const void* x, int64_t i) {
+    if constexpr (Bf16) {
+        const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(x) + i));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+    } else {
+        return _mm512_loadu_ps(static_cast<const float*>(x) + i);
+    }
+}
+
+HALFBYTE_INLINE __m512 absolute(__m512 v) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7FFFFFFF))); }
+
+uint32_t amax_bits(const void* x, bool bf16, int64_t count) {
+    const __m512i clear = _mm512_set1_epi32(0x7FFFFFFF);
+    __m512i a = _mm512_setzero_si512(), b = a;
+    int64_t i = 0;
+    if (bf16) {
+        const uint16_t* p = static_cast<const uint16_t*>(x);
+        const __m512i clear16 = _mm512_set1_epi16(0x7FFF);
+        for (; i + 32 <= count; i += 32) a = _mm512_max_epu16(a, _mm512_and_si512(_mm512_loadu_si512(p + i), clear16));
+        if (i < count) {
+            const __mmask32 rest = (1u << (count - i)) - 1u;
+            b = _mm512_and_si512(_mm512_maskz_loadu_epi16(rest, p + i), clear16);
+        }
+        a = _mm512_max_epu16(a, b);
+        const __m512i wide = _mm512_max_epi32(_mm512_slli_epi32(a, 16), _mm512_slli_epi32(_mm512_srli_epi32(a, 16), 16));
+        return static_cast<uint32_t>(_mm512_reduce_max_epi32(wide));
+    }
+    const float* p = static_cast<const float*>(x);
+    for (; i + 32 <= count; i += 32) {
+        a = _mm512_max_epi32(a, _mm512_and_si512(_mm512_loadu_si512(p + i), clear));
+        b = _mm512_max_epi32(b, _mm512_and_si512(_mm512_loadu_si512(p + i + 16), clear));
+    }
+    for (; i < count; i += 16) {
+        const int64_t left = count - i;
+        const __mmask16 some = left >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << left) - 1u);
+        a = _mm512_max_epi32(a, _mm512_and_si512(_mm512_maskz_loadu_epi32(some, p + i), clear));
+    }
+    return static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_max_epi32(a, b)));
+}
+
+// Lane j of the result is the largest value of v[j].
+HALFBYTE_INLINE __m512 largest_of_each(const __m512* v) {
+    __m512 quad[4];
+    for (int q = 0; q < 4; ++q) {
+        const __m512 a = v[4 * q], b = v[4 * q + 1], c = v[4 * q + 2], d = v[4 * q + 3];
+        const __m512d ab = _mm512_castps_pd(_mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+        const __m512d cd = _mm512_castps_pd(_mm512_max_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+        quad[q] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    }
+    const __m512 low = _mm512_max_ps(_mm512_shuffle_f32x4(quad[0], quad[1], 0x88), _mm512_shuffle_f32x4(quad[0], quad[1], 0xDD));
+    const __m512 high = _mm512_max_ps(_mm512_shuffle_f32x4(quad[2], quad[3], 0x88), _mm512_shuffle_f32x4(quad[2], quad[3], 0xDD));
+    return _mm512_max_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xDD));
+}
+
+// As scalar::encode_e4m3, in 32-bit lanes.
+HALFBYTE_INLINE __m512i encode_e4m3(__m512 a) {
+    a = _mm512_min_ps(a, _mm512_set1_ps(448.0f));
+    const __m512 shift = _mm512_set1_ps(16384.0f);
+    const __m512i small = _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(a, shift)), _mm512_castps_si512(shift));
+    const __m512i b = _mm512_castps_si512(a);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(b, 20), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(b, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFFF))), 20);
+    const __m512i normal = _mm512_sub_epi32(rounded, _mm512_set1_epi32(120 << 3));
+    return _mm512_mask_mov_epi32(normal, _mm512_cmp_ps_mask(a, _mm512_set1_ps(0.015625f), _CMP_LT_OQ), small);
+}
+
+// Codes of four blocks of four times z (u = 4z), each in one vector: 32 packed bytes. ceil(u) + floor(u) tells the open
+// intervals between multiples of one quarter from the multiples themselves, which is what breaking ties needs.
+HALFBYTE_INLINE __m256i encode_blocks(const __m512* u) {
+    __m512i v[4];
+    for (int j = 0; j < 4; ++j) {
+        const __m512 c = _mm512_range_ps(u[j], _mm512_set1_ps(24.0f), 2);  // smaller magnitude, sign of u
+        v[j] = _mm512_add_epi32(_mm512_cvt_roundps_epi32(c, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC),
+                                _mm512_cvt_roundps_epi32(c, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+    }
+    const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
+    const __m512i a = _mm512_abs_epi8(bytes), one = _mm512_set1_epi8(1);
+    __m512i code = _mm512_setzero_si512();
+    for (const int above : {2, 5, 10, 13, 20, 27, 40})
+        code = _mm512_mask_add_epi8(code, _mm512_cmpgt_epi8_mask(a, _mm512_set1_epi8(static_cast<char>(above))), code, one);
+    const __mmask64 negative = _mm512_movepi8_mask(bytes) & _mm512_test_epi8_mask(code, code);
+    code = _mm512_mask_add_epi8(code, negative, code, _mm512_set1_epi8(8));
+    const __m256i merged = _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(code, _mm512_set1_epi16(0x1001)));
+    const __m256i order = _mm256_setr_epi16(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm256_permutexvar_epi16(order, merged);
+}
+
+// Up to 16 blocks. With a power-of-two global scale the divisor s has four significant bits, and multiplying by 1/s rounded
+// towards zero puts every x on the same side of every midpoint (or on it) as dividing by s does: checked for all eight
+// mantissas in tests/kernels. Any other divisor is divided by.
+template <bool Bf16, bool Reciprocal>
+HALFBYTE_INLINE void usual_blocks(const void* x, int64_t first, int64_t count, __m512 global, uint8_t* codes, uint8_t* scales) {
+    alignas(64) float divisor[16];
+    __m512 amax;
+    if (count == 16) {
+        __m512 v[16];
+        for (int j = 0; j < 16; ++j) v[j] = absolute(load_values<Bf16>(x, (first + j) * 16));
+        amax = largest_of_each(v);
+    } else {
+        alignas(64) float top[16] = {};
+        for (int64_t j = 0; j < count; ++j) top[j] = _mm512_reduce_max_ps(absolute(load_values<Bf16>(x, (first + j) * 16)));
+        amax = _mm512_load_ps(top);
+    }
+    const __m512i byte = encode_e4m3(_mm512_div_ps(_mm512_div_ps(amax, _mm512_set1_ps(6.0f)), global));
+    const __mmask16 some = count == 16 ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1u);
+    _mm_mask_storeu_epi8(scales + first, some, _mm512_cvtepi32_epi8(byte));
+    // Half precision has one exponent bit more and three mantissa bits in the same place: E4M3 is half * 2^8.
+    const __m512 e4m3 = _mm512_mul_ps(_mm512_cvtph_ps(_mm256_slli_epi16(_mm512_cvtepi32_epi16(byte), 7)), _mm512_set1_ps(256.0f));
+    const __m512 s = _mm512_mul_ps(e4m3, global);
+    const __mmask16 live = _mm512_cmp_ps_mask(s, _mm512_setzero_ps(), _CMP_GT_OQ);
+    if constexpr (Reciprocal) {
+        const __m512 r = _mm512_maskz_div_round_ps(live, _mm512_set1_ps(4.0f), s, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+        _mm512_store_ps(divisor, r);
+    } else {
+        _mm512_store_ps(divisor, s);
+    }
+    for (int64_t j = 0; j < count; j += 4) {
+        __m512 u[4];
+        for (int64_t i = 0; i < 4; ++i) {
+            const bool inside = j + i < count;
+            const __m512 v = inside ? load_values<Bf16>(x, (first + j + i) * 16) : _mm512_setzero_ps();
+            const __m512 d = _mm512_set1_ps(inside ? divisor[j + i] : 1.0f);
+            if constexpr (Reciprocal) {
+                u[i] = _mm512_mul_ps(v, d);
+            } else {
+                const __mmask16 nonzero = _mm512_cmp_ps_mask(d, _mm512_setzero_ps(), _CMP_GT_OQ);
+                u[i] = _mm512_mul_ps(_mm512_maskz_div_ps(nonzero, v, d), _mm512_set1_ps(4.0f));
+            }
+        }
+        const __m256i packed = encode_blocks(u);
+        const int64_t bytes = count - j < 4 ? (count - j) * 8 : 32;
+        const __mmask32 kept = bytes == 32 ? 0xFFFFFFFFu : (1u << bytes) - 1u;
+        _mm256_mask_storeu_epi8(codes + (first + j) * 8, kept, packed);
+    }
+}
+
+template <bool Bf16, bool Reciprocal>
+void usual_row(const void* x, int64_t k, float global, uint8_t* codes, uint8_t* scales) {
+    const __m512 g = _mm512_set1_ps(global);
+    const int64_t blocks = k / 16;
+    int64_t b = 0;
+    for (; b + 16 <= blocks; b += 16) usual_blocks<Bf16, Reciprocal>(x, b, 16, g, codes, scales);
+    if (b < blocks) usual_blocks<Bf16, Reciprocal>(x, b, blocks - b, g, codes, scales);
+}
+
+void usual_row_any(const void* x, bool bf16, int64_t k, float global, uint8_t* codes, uint8_t* scales) {
+    const bool exact = scalar::power_of_two(global);
+    if (bf16) {
+        exact ? usual_row<true, true>(x, k, global, codes, scales) : usual_row<true, false>(x, k, global, codes, scales);
+    } else {
+        exact ? usual_row<false, true>(x, k, global, codes, scales) : usual_row<false, false>(x, k, global, codes, scales);
+    }
+}
+
+HALFBYTE_INLINE __m512 decode_codes(const uint8_t* codes) {
+    const __m512 grid = _mm512_setr_ps(0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f);
+    const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+    const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const __m512i words = _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_permutexvar_epi32(halves, words), shifts), grid);
+}
+
+template <bool Bf16>
+void dequantise_any(Format format, const uint8_t* codes, const uint8_t* scales, float global, int64_t k, void* out) {
+    const int64_t block = format == Format::nvfp4 ? 16 : 32;
+    const bool exact = format == Format::nvfp4 && scalar::power_of_two(global);
+    for (int64_t i = 0; i < k; i += 16) {
+        const uint8_t byte = scales[i / block];
+        const float s = format == Format::nvfp4 ? decode_e4m3(byte) : decode_e8m0(byte);
+        const __m512 grid = decode_codes(codes + i / 2);
+        const __m512 v = exact ? _mm512_mul_ps(grid, _mm512_set1_ps(s * global))
+                               : _mm512_mul_ps(_mm512_mul_ps(grid, _mm512_set1_ps(s)), _mm512_set1_ps(global));
+        if constexpr (Bf16) {
+            __m512i b = _mm512_castps_si512(v);
+            if (!exact) {
+                const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
+                b = _mm512_add_epi32(b, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+            }
+            const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(b, 16));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(static_cast<uint16_t*>(out) + i), half);
+        } else {
+            _mm512_storeu_ps(static_cast<float*>(out) + i, v);
+        }
+    }
+}
+
+void dequantise_row(Format format, const uint8_t* codes, const uint8_t* scales, float global, int64_t k, void* out, bool bf16) {
+    bf16 ? dequantise_any<true>(format, codes, scales, global, k, out) : dequantise_any<false>(format, codes, scales, global, k, out);
+}
+
+}  // namespace
+
+const QuantiseTable quantise_avx512{amax_bits, usual_row_any, dequantise_row};
+
+}  // namespace halfbyte
+#endif

@@ -1,0 +1,150 @@
+"""The seam between the house and its kernels: one typed protocol, two implementations (reference and native)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats import QuantSpec, QuantTensor
+from halfbyte.kernels.weights import LinearKind, PackedExperts, PackedLinear
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.kv import KvLayer
+    from halfbyte.kernels.reference.sampling import Sampled
+
+__all__ = ["Kernels", "KvKind"]
+
+KvKind = Literal["fp32", "bf16", "fp4"]
+
+
+@runtime_checkable
+class Kernels(Protocol):
+    """Every operation of a decode step, bit-reproducible and batch-invariant.
+
+    All tensors are on the CPU; activations are float32. Each operation is defined by basic IEEE operations in a fixed order
+    (see the reference modules), so the implementations agree bit for bit on any instruction set, for any batch and any number
+    of threads. Wrong shapes raise :class:`halfbyte.errors.ShapeError` with the shapes in the message.
+    """
+
+    @property
+    def name(self) -> str:
+        """``reference``, or the instruction set of the native kernels (``generic``, ``avx2``, ``avx512``)."""
+        ...
+
+    # Quantisation
+
+    def quantise(
+        self, x: Tensor, spec: QuantSpec, *, global_scale: Tensor | None = None, name: str = "tensor"
+    ) -> QuantTensor:
+        """Quantises ``x [..., K]`` (float32 or bfloat16) along its last dimension; see ``halfbyte.formats.quantise``."""
+        ...
+
+    def dequantise(self, q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values of ``q`` including the global scale, ``[..., K]`` in ``dtype`` (float32 or bfloat16)."""
+        ...
+
+    def fake_quantise(self, x: Tensor, spec: QuantSpec, *, name: str = "tensor") -> Tensor:
+        """``dequantise(quantise(x))`` in ``x``'s dtype and shape; leading dimensions are rows (tokens)."""
+        ...
+
+    # Products
+
+    def pack_linear(
+        self,
+        weight: Tensor | QuantTensor,
+        kind: LinearKind,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | None = None,
+        bias: Tensor | None = None,
+        name: str = "linear",
+    ) -> PackedLinear:
+        """Packs ``weight [N, K]`` once for :meth:`linear`. A ``QuantTensor`` may carry one global scale per row (shape ``[N]``),
+        so that weights sharing an input can be concatenated and packed as one."""
+        ...
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        """``x [M, K] float32 -> [M, N] float32`` by the sum order of ``w.kind`` (see ``reference/linear.py``)."""
+        ...
+
+    def pack_experts(
+        self,
+        gate_up: Tensor | QuantTensor,
+        down: Tensor | QuantTensor,
+        kind: LinearKind,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | None = None,
+        name: str = "experts",
+    ) -> PackedExperts:
+        """Packs ``gate_up [E, 2I, H]`` (gate rows first) and ``down [E, H, I]`` once for :meth:`experts`."""
+        ...
+
+    def experts(self, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> Tensor:
+        """Routed SwiGLU experts: ``x [M, H] f32, expert_ids [M, k] int32, gates [M, k] f32 -> [M, H] f32``."""
+        ...
+
+    # Elementwise
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of ``x [M, D]`` with ``weight [D]``, all float32."""
+        ...
+
+    def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates ``x [M, heads, D]`` at ``positions [M] int64`` with tables ``[P, D/2]`` (half-split convention)."""
+        ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up`` of ``gate_up [M, 2I]``, gate first: ``[M, I]`` float32."""
+        ...
+
+    # KV cache and attention
+
+    def new_kv_layer(
+        self, n_pages: int, page_size: int, n_kv: int, head_dim: int, kind: KvKind, spec: QuantSpec | None = None
+    ) -> KvLayer:
+        """An empty page array of one layer; ``page_size`` is a multiple of 16."""
+        ...
+
+    def store_kv(self, layer: KvLayer, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Writes ``k, v [T, Hkv, D] f32`` at ``slots [T] int64`` (page * page_size + offset), rounding as ``layer.kind`` says."""
+        ...
+
+    def copy_page(self, layer: KvLayer, src: int, dst: int) -> None:
+        """Copies one page (copy-on-write of a shared prompt page)."""
+        ...
+
+    def attention(
+        self, q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor, scale: float
+    ) -> Tensor:
+        """Causal paged attention, ``q [T, H, D] -> [T, H, D]`` float32."""
+        ...
+
+    # Sampling
+
+    def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
+        """Log-probabilities of ``logits [S, V] / temperature [S]``, float32."""
+        ...
+
+    def token_logprobs(
+        self, logits: Tensor, ids: Tensor, temperature: Tensor, supports: Sequence[Tensor | None] | None = None
+    ) -> Tensor:
+        """Log-probabilities ``[S] f32`` of given ``ids [S] int64``, bit-equal to those :meth:`sample` returns for them."""
+        ...
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        uniform: Tensor,
+        *,
+        want_support: bool = False,
+    ) -> Sampled:
+        """Token ids, their log-probabilities under the distribution sampled from, and on request the kept ids of each row."""
+        ...

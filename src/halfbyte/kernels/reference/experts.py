@@ -1,0 +1,119 @@
+"""Reference routed experts: SwiGLU experts over the tokens routed to each, in torch.
+
+Definition, for token m and slots j = 0, 1, ... in order, from y = 0: ``y += gates[m, j] * down_e(swiglu(gate_up_e(x_m)))`` with
+e = ``expert_ids[m, j]``; multiply, then add. ``x`` is quantised once a token, the intermediate once a (token, slot); both take
+a per-token global scale, so a token's result does not depend on what shares its batch or its expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ShapeError
+from halfbyte.formats import QuantSpec, QuantTensor, quantise
+from halfbyte.kernels.reference.linear import RowStore, matrix_product, row_store, w4a4_product
+from halfbyte.kernels.weights import LinearKind, PackedExperts, check_kind, check_routing, experts_shape, row_global_scale
+
+__all__ = ["ExpertRows", "experts", "pack_experts"]
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRows:
+    """One :class:`RowStore` an expert."""
+
+    rows: tuple[RowStore, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes."""
+        return sum(r.nbytes for r in self.rows)
+
+    def dequantised(self) -> Tensor:
+        """float32 ``[E, N, K]``."""
+        return torch.stack([r.dequantised() for r in self.rows])
+
+
+def _expert(weight: Tensor | QuantTensor, index: int) -> Tensor | QuantTensor:
+    if not isinstance(weight, QuantTensor):
+        return weight[index]
+    scale = row_global_scale(weight.global_scale, weight.shape[:2])[index]
+    return QuantTensor(weight.codes[index], weight.scales[index], scale, weight.spec, tuple(weight.shape[1:]))
+
+
+def _stack(weight: Tensor | QuantTensor, kind: LinearKind, spec: QuantSpec | None, name: str) -> ExpertRows:
+    return ExpertRows(
+        tuple(row_store(_expert(weight, e), kind, spec, f"{name}.{e}") for e in range(weight.shape[0]))
+    )
+
+
+def pack_experts(
+    gate_up: Tensor | QuantTensor,
+    down: Tensor | QuantTensor,
+    kind: LinearKind,
+    *,
+    weight_spec: QuantSpec | None = None,
+    activation_spec: QuantSpec | None = None,
+    name: str = "experts",
+) -> PackedExperts:
+    """Packs ``gate_up [E, 2I, H]`` (gate rows first) and ``down [E, H, I]``; each expert's matrix has its own global scale.
+
+    Raises:
+        ShapeError: shapes that do not fit together or do not hold whole blocks.
+        ConfigError: see :func:`halfbyte.kernels.weights.check_kind`.
+        NumericsError: a weight holds NaN or infinity (FP4 kinds).
+    """
+    n_experts, intermediate, hidden = experts_shape(gate_up.shape, down.shape, name)
+    checked = check_kind(kind, gate_up, hidden, weight_spec, activation_spec, name)
+    check_kind(kind, down, intermediate, weight_spec, activation_spec, name)
+    quantised = checked in ("w4a4", "w4a16")
+    return PackedExperts(
+        kind=checked,
+        n_experts=n_experts,
+        intermediate=intermediate,
+        hidden=hidden,
+        weight_spec=(gate_up.spec if isinstance(gate_up, QuantTensor) else weight_spec) if quantised else None,
+        activation_spec=activation_spec if checked == "w4a4" else None,
+        gate_up=_stack(gate_up, checked, weight_spec, f"{name}.gate_up"),
+        down=_stack(down, checked, weight_spec, f"{name}.down"),
+        name=name,
+    )
+
+
+def experts(
+    x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts, *, swiglu: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """``x [M, H] f32, expert_ids [M, k] int32, gates [M, k] f32 -> [M, H] f32``; ``swiglu`` maps ``[R, 2I]`` to ``[R, I]``.
+
+    Raises:
+        ShapeError: tensors that do not fit ``w`` or each other, or an expert id outside ``[0, E)``.
+        NumericsError: ``x`` or an intermediate holds NaN or infinity (w4a4).
+    """
+    check_routing(x, expert_ids, gates, w)
+    if not isinstance(w.gate_up, ExpertRows) or not isinstance(w.down, ExpertRows):
+        raise ShapeError("these experts were packed by other kernels", where=w.name, expected="experts packed by these kernels")
+    tokens, slots = expert_ids.shape
+    x = x.detach()
+    a = quantise(x, w.activation_spec, name=f"{w.name} input") if w.activation_spec is not None else None
+    parts = torch.zeros(tokens * slots, w.hidden)
+    flat = expert_ids.reshape(-1)
+    for e in torch.unique(flat).tolist():
+        where = (flat == e).nonzero().squeeze(1)
+        rows = where // slots
+        if a is not None:
+            scale = row_global_scale(a.global_scale, (tokens,))[rows]
+            picked = QuantTensor(a.codes[rows], a.scales[rows], scale, a.spec, (len(rows), w.hidden))
+            both = w4a4_product(picked, w.gate_up.rows[e])
+        else:
+            both = matrix_product(x[rows], w.gate_up.rows[e], w.kind, None, w.name)
+        parts[where] = matrix_product(
+            swiglu(both), w.down.rows[e], w.kind, w.activation_spec, f"{w.name}.{e} intermediate"
+        )
+    parts = parts.view(tokens, slots, w.hidden)
+    y = torch.zeros(tokens, w.hidden)
+    for j in range(slots):
+        y += gates[:, j : j + 1] * parts[:, j]
+    return y

@@ -1,0 +1,186 @@
+"""Reference matrix products: the definition of every kind, in torch.
+
+Per output element, accumulation is sequential in float32 starting at +0; an implementation may run outputs and rows in any
+order or side by side, never the sum. Every product is exact, so a fused multiply-add and a multiply followed by an add are
+the same number (products that underflow 2^-149 or overflow are the exception; they cannot occur with NVFP4's scales).
+
+- ``w4a4``: the doubled E2M1 values are integers; for block b = 0, 1, ...: ``acc += float(dot of the doubled codes) *
+  (sa_b * sw_b)``; then ``y = acc * ((ga * gw) * 0.25)`` with the token's and the row's global scale as multipliers.
+- ``bf16``: ``x`` rounded to BF16 (to nearest even); for k = 0, 1, ...: ``acc += x_k * w_k``.
+- ``w4a16``: as ``bf16`` with the weight ``grid * scale`` (exact in BF16); then ``y = acc * gw``.
+- ``fp32``: float64 accumulation of exact products, sequential over k, rounded to float32 once.
+
+The bias, if any, is added last in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ShapeError
+from halfbyte.formats import QuantSpec, QuantTensor, decode_e2m1, dequantise, quantise, unpack_codes
+from halfbyte.kernels.weights import (
+    LinearKind,
+    PackedLinear,
+    check_bias,
+    check_input,
+    check_kind,
+    row_global_scale,
+)
+
+__all__ = ["RowStore", "linear", "matrix_product", "pack_linear", "row_store"]
+
+_CHUNK = 1 << 24  # elements of the block dots held at once
+
+
+@dataclass(frozen=True, eq=False)
+class RowStore:
+    """One matrix by rows: ``dense [N, K]`` (fp32, bf16) or ``quantised`` with one global scale a row ``[N]``."""
+
+    dense: Tensor | None = None
+    quantised: QuantTensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes."""
+        return self.dense.nbytes if self.dense is not None else self.quantised.nbytes if self.quantised else 0
+
+    def dequantised(self) -> Tensor:
+        """float32 ``[N, K]`` including the global scale."""
+        if self.quantised is not None:
+            return dequantise(self.quantised)
+        assert self.dense is not None
+        return self.dense.to(torch.float32)
+
+    @cached_property
+    def row_multiplier(self) -> Tensor:
+        """The global scale of each row as a multiplier, float32 ``[N]``."""
+        assert self.quantised is not None
+        return row_global_scale(self.quantised.multiplier(), self.quantised.shape[:1])
+
+    @cached_property
+    def doubled(self) -> Tensor:
+        """Doubled E2M1 values as float32 ``[K / block, block, N]``."""
+        assert self.quantised is not None
+        return _doubled(self.quantised).permute(0, 2, 1).contiguous()
+
+    @cached_property
+    def scales(self) -> Tensor:
+        """Block scales as float32 ``[K / block, 1, N]``."""
+        assert self.quantised is not None
+        return self.quantised.scale_values().t().unsqueeze(1).contiguous()
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """The weight without its global scale as float32 ``[K, N]`` (bf16, w4a16), or float64 (fp32)."""
+        if self.quantised is not None:
+            values = decode_e2m1(unpack_codes(self.quantised.codes)).unflatten(-1, (-1, self.quantised.spec.block))
+            return (values * self.quantised.scale_values().unsqueeze(-1)).flatten(-2).t().contiguous()
+        assert self.dense is not None
+        return self.dense.t().to(torch.float64 if self.dense.dtype == torch.float32 else torch.float32).contiguous()
+
+
+def _doubled(q: QuantTensor) -> Tensor:
+    """Doubled E2M1 values of ``q [R, K]`` as float32 ``[K / block, R, block]``."""
+    return (decode_e2m1(unpack_codes(q.codes)) * 2.0).unflatten(-1, (-1, q.spec.block)).permute(1, 0, 2)
+
+
+def row_store(weight: Tensor | QuantTensor, kind: LinearKind, weight_spec: QuantSpec | None, name: str) -> RowStore:
+    """The weight ``[N, K]`` by rows, quantised or cast as ``kind`` says."""
+    if isinstance(weight, QuantTensor):
+        return RowStore(quantised=weight)
+    if kind in ("w4a4", "w4a16"):
+        assert weight_spec is not None
+        return RowStore(quantised=quantise(weight.detach().contiguous(), weight_spec, name=name))
+    return RowStore(dense=weight.detach().to(torch.float32 if kind == "fp32" else torch.bfloat16).contiguous())
+
+
+def pack_linear(
+    weight: Tensor | QuantTensor,
+    kind: LinearKind,
+    *,
+    weight_spec: QuantSpec | None = None,
+    activation_spec: QuantSpec | None = None,
+    bias: Tensor | None = None,
+    name: str = "linear",
+) -> PackedLinear:
+    """Packs ``weight [N, K]``.
+
+    Raises:
+        ShapeError: the weight is not a matrix of whole blocks, or the bias is not ``[N]``.
+        ConfigError: see :func:`halfbyte.kernels.weights.check_kind`.
+        NumericsError: the weight holds NaN or infinity (FP4 kinds).
+    """
+    n, k = matrix_shape(weight.shape, name)
+    checked = check_kind(kind, weight, k, weight_spec, activation_spec, name)
+    store = row_store(weight, checked, weight_spec, name)
+    spec = store.quantised.spec if store.quantised is not None else None
+    return PackedLinear(
+        kind=checked,
+        n=n,
+        k=k,
+        bias=check_bias(bias, n, name),
+        weight_spec=spec,
+        activation_spec=activation_spec if checked == "w4a4" else None,
+        store=store,
+        name=name,
+    )
+
+
+def matrix_shape(shape: Sequence[int], name: str) -> tuple[int, int]:
+    """``(N, K)`` of a matrix, else a :class:`ShapeError`."""
+    if len(shape) != 2:
+        raise ShapeError(f"the weight has shape {tuple(shape)}", where=name, expected="[N, K]")
+    return shape[0], shape[1]
+
+
+def matrix_product(x: Tensor, store: RowStore, kind: LinearKind, activation_spec: QuantSpec | None, name: str) -> Tensor:
+    """``x [M, K] float32`` times the rows of ``store``: ``[M, N] float32``, without bias."""
+    if kind == "w4a4":
+        assert activation_spec is not None
+        return w4a4_product(quantise(x, activation_spec, name=f"{name} input"), store)
+    columns = store.columns
+    acc = torch.zeros(x.shape[0], columns.shape[1], dtype=columns.dtype)
+    values = (x if kind == "fp32" else x.to(torch.bfloat16)).to(columns.dtype)
+    for k in range(columns.shape[0]):
+        acc.addcmul_(values[:, k : k + 1], columns[k])
+    if kind == "w4a16":
+        return acc * store.row_multiplier
+    return acc.to(torch.float32)
+
+
+def w4a4_product(a: QuantTensor, store: RowStore) -> Tensor:
+    """Product of quantised rows ``a [M, K]`` with the rows of ``store``: ``[M, N] float32``."""
+    codes, scales = _doubled(a), a.scale_values().t().unsqueeze(-1)
+    blocks, rows, _ = codes.shape
+    columns = store.doubled.shape[-1]
+    acc = torch.zeros(rows, columns)
+    step = max(1, _CHUNK // max(1, rows * columns))
+    for start in range(0, blocks, step):
+        part = slice(start, min(start + step, blocks))
+        # Integers of at most 2^13 in absolute value: exact in float32 in whatever order the framework adds them.
+        terms = torch.bmm(codes[part], store.doubled[part])
+        terms *= scales[part] * store.scales[part]
+        for term in terms:
+            acc += term
+    token = row_global_scale(a.multiplier(), (rows,)).unsqueeze(-1)
+    return acc * ((token * store.row_multiplier) * 0.25)
+
+
+def linear(x: Tensor, w: PackedLinear) -> Tensor:
+    """``x [M, K] float32 -> [M, N] float32``.
+
+    Raises:
+        ShapeError: ``x`` is not float32 ``[M, w.k]``, or ``w`` was packed by another implementation.
+        NumericsError: ``x`` holds NaN or infinity (w4a4).
+    """
+    check_input(x, w.k, w.name)
+    if not isinstance(w.store, RowStore):
+        raise ShapeError("this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels")
+    y = matrix_product(x.detach(), w.store, w.kind, w.activation_spec, w.name)
+    return y if w.bias is None else y + w.bias

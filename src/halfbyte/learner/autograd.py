@@ -1,0 +1,188 @@
+"""The learner's execution: framework matmul on dequantised operands, straight-through rounding at exactly the rollout's sites.
+
+``emulated`` is what a learner on hardware without FP4 does: every operand is rounded as the rollout rounds it (weights,
+activations, KV), products are the framework's. Against the rollout's kernels only summation order differs, and that is
+enough to flip codes (TransformerEngine #3300).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from halfbyte.kernels import Kernels
+from halfbyte.learner.batch import LearnerBatch
+from halfbyte.learner.parameters import Parameters
+from halfbyte.learner.straight_through import fake_quantise, round_bf16
+from halfbyte.models.architecture import site_of
+from halfbyte.models.precision import Kind
+from halfbyte.models.routing import gates_for, route
+
+__all__ = ["AutogradExecution"]
+
+
+class AutogradExecution:
+    """See :class:`halfbyte.models.execution.Execution`.
+
+    Arguments:
+        batch: the flat tokens of this pass.
+        tables: rotary cos and sin, [P, head_dim / 2] float32 with P > the largest position.
+        activation_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
+
+    Attributes:
+        routes: layer -> expert ids [T, k] used in this pass (replayed or live).
+        router_logits: layer -> [T, E], for load-balance losses and metrics.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        batch: LearnerBatch,
+        kernels: Kernels,
+        tables: tuple[Tensor, Tensor],
+        *,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        self.parameters, self.batch, self.kernels = parameters, batch, kernels
+        self.arch, self.precision = parameters.arch, parameters.precision
+        self.activation_checkpointing = activation_checkpointing
+        cos, sin = tables
+        self._cos = torch.cat([cos, cos], dim=1)[batch.positions][:, None]
+        self._sin = torch.cat([sin, sin], dim=1)[batch.positions][:, None]
+        lengths = batch.starts.diff()
+        self._lengths, self._longest = lengths, int(lengths.max())
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        self._cell = sequence * self._longest + torch.arange(len(batch.ids)) - batch.starts[sequence]
+        self._moe_index = {layer: i for i, layer in enumerate(self.arch.moe_layers)}
+        self.routes: dict[int, Tensor] = {}
+        self.router_logits: dict[int, Tensor] = {}
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[T] -> [T, hidden]."""
+        return F.embedding(ids, self.parameters.effective("model.embed_tokens.weight"))
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """RMSNorm over the last dimension."""
+        scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.arch.norm_eps)
+        return x * scale * self.parameters.effective(f"{name}.weight")
+
+    def linear(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
+        """Projections that share an input, concatenated."""
+        kinds = self.precision.kinds(site_of(f"{names[0]}.weight"))
+        return self._phased(x, kinds, lambda rows, kind: self._project(rows, names, kind))
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotary embedding, half-split convention."""
+        first, second = x.chunk(2, dim=-1)
+        return x * self._cos + torch.cat([-second, first], dim=-1) * self._sin
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention inside each sequence; K and V rounded as the rollout's pages hold them."""
+        prefix = f"model.layers.{layer}.self_attn"
+        k, v = self._cached(k, f"{prefix}.k"), self._cached(v, f"{prefix}.v")
+        q, k, v = (self._grid(x) for x in (q, k, v))
+        # right padding: a causal mask alone keeps it from every real query
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.arch.n_heads != self.arch.n_kv_heads)
+        return out.transpose(1, 2).reshape(-1, self.arch.n_heads * self.arch.head_dim).index_select(0, self._cell)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """[T, 2I] -> [T, I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def experts(self, layer: int, x: Tensor) -> Tensor:
+        """Routed experts; replayed routes where the batch has them, with gates from live router logits."""
+        logits = self.linear(x, (f"model.layers.{layer}.mlp.gate",))
+        ids, _ = route(logits.detach(), self.arch.experts_per_token, normalise=self.arch.norm_topk_prob)
+        chosen = ids.long()
+        if self.batch.routes is not None:
+            replayed = self.batch.routes[:, self._moe_index[layer]]
+            chosen = torch.where(replayed >= 0, replayed, chosen)
+        self.routes[layer], self.router_logits[layer] = chosen, logits
+        gates = gates_for(logits, chosen, normalise=self.arch.norm_topk_prob)
+        kinds = self.precision.kinds("experts")
+        if len(kinds) == 1:
+            return self._routed(layer, x, chosen, gates, kinds[0])
+        out = torch.zeros_like(x)
+        for kind, rows in zip(kinds, self._phase_rows()):
+            out = out.index_copy(0, rows, self._routed(layer, x[rows], chosen[rows], gates[rows], kind))
+        return out
+
+    def head(self, x: Tensor) -> Tensor:
+        """[R, hidden] -> logits [R, vocab]."""
+        kind = self.precision.decode.head
+        tied = self.arch.tie_embeddings
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        plain = tied and kind in ("fp32", "bf16")  # then the head multiplies by the embedding as published
+        weight = self.parameters.effective(name, None if plain else kind)
+        return F.linear(self._activation(x, kind, "lm_head", x.shape[-1]), weight)
+
+    def layer(self, index: int, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run a layer, recomputing it in the backward pass if asked to."""
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            out: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+            return out
+        return function(x)
+
+    def _project(self, x: Tensor, names: tuple[str, ...], kind: Kind) -> Tensor:
+        rounded = self._activation(x, kind, names[0], x.shape[-1])
+        parts = []
+        for name in names:
+            weight = self.parameters.effective(f"{name}.weight", kind)
+            bias = self.parameters.effective(f"{name}.bias") if f"{name}.bias" in self.parameters.masters else None
+            parts.append(F.linear(rounded, weight, bias))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _routed(self, layer: int, x: Tensor, ids: Tensor, gates: Tensor, kind: Kind) -> Tensor:
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gate_up = self.parameters.effective(f"{prefix}.gate_up_proj", kind)
+        down = self.parameters.effective(f"{prefix}.down_proj", kind)
+        rounded = self._activation(x, kind, f"{prefix}.in", down.shape[-1])
+        slots, k = ids.reshape(-1), ids.shape[1]
+        order = torch.sort(slots, stable=True).indices
+        counts = torch.bincount(slots, minlength=self.arch.n_experts).tolist()
+        outputs = []
+        for expert, rows in enumerate(order.split(counts)):
+            if len(rows):
+                inner = self.swiglu(F.linear(rounded.index_select(0, rows // k), gate_up[expert]))
+                inner = self._activation(inner, kind, f"{prefix}.mid", gate_up.shape[-1])
+                outputs.append(F.linear(inner, down[expert]))
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        by_slot = torch.cat(outputs).index_select(0, back).view(len(x), k, -1)
+        return (by_slot * gates[:, :, None]).sum(dim=1)
+
+    def _activation(self, x: Tensor, kind: Kind, name: str, other_inputs: int) -> Tensor:
+        """``x`` as the kernel of ``kind`` sees it. Where the block does not divide the inputs the rollout falls back to BF16."""
+        block = self.precision.weight_spec.block
+        if kind == "fp32":
+            return x
+        if kind == "w4a4" and x.shape[-1] % block == 0 and other_inputs % block == 0:
+            return fake_quantise(self.kernels, x, self.precision.activation_spec, name)
+        return round_bf16(x)
+
+    def _cached(self, x: Tensor, name: str) -> Tensor:
+        if self.precision.kv == "fp4":
+            return fake_quantise(self.kernels, x, self.precision.kv_spec, name)
+        return round_bf16(x) if self.precision.kv == "bf16" else x
+
+    def _grid(self, x: Tensor) -> Tensor:
+        """[T, H, D] -> [S, H, longest, D], zeros where a sequence is shorter."""
+        cells = len(self._lengths) * self._longest
+        grid = x.new_zeros(cells, *x.shape[1:]).index_copy(0, self._cell, x)
+        return grid.view(len(self._lengths), self._longest, *x.shape[1:]).transpose(1, 2)
+
+    def _phased(self, x: Tensor, kinds: tuple[Kind, ...], call: Callable[[Tensor, Kind], Tensor]) -> Tensor:
+        if len(kinds) == 1:
+            return call(x, kinds[0])
+        parts = [call(x[rows], kind) for kind, rows in zip(kinds, self._phase_rows())]
+        out = x.new_zeros(len(x), parts[0].shape[1])
+        for rows, part in zip(self._phase_rows(), parts):
+            out = out.index_copy(0, rows, part)
+        return out
+
+    def _phase_rows(self) -> tuple[Tensor, Tensor]:
+        return (~self.batch.generated).nonzero().view(-1), self.batch.generated.nonzero().view(-1)

@@ -1,0 +1,329 @@
+"""One training step: trajectories and rewards in, updated masters and metrics out.
+
+The objective (``halfbyte.objective``) is pure functions; this file only runs the forward and backward passes they need,
+in micro-batches whose size changes nothing but memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfbyte import objective
+from halfbyte.config import LearnerConfig, ObjectiveConfig
+from halfbyte.errors import SpecMismatchError
+from halfbyte.kernels import Kernels
+from halfbyte.learner.autograd import AutogradExecution
+from halfbyte.learner.batch import LearnerBatch, collate, micro_batches
+from halfbyte.learner.optimiser import Optimiser
+from halfbyte.learner.parameters import Parameters
+from halfbyte.learner.schedule import rate_factor
+from halfbyte.models.architecture import Architecture
+from halfbyte.models.decoder import hidden_states
+from halfbyte.models.logprob import distribution_entropy, token_logprobs
+from halfbyte.models.precision import Precision, require_same
+from halfbyte.models.trajectory import Trajectory
+
+__all__ = ["Learner", "Scored", "StepResult"]
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """The learner's view of a batch: flat over response tokens, in order of trajectory. ``logp`` [R] float32."""
+
+    logp: Tensor
+    rollout_logp: Tensor
+    mask: Tensor
+    sequence: Tensor
+    versions: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Metrics of a step, and whether any weight changed (a step without learning signal changes none, TRL #5937)."""
+
+    metrics: dict[str, float]
+    changed: bool
+    warnings: tuple[str, ...] = field(default=())
+
+
+class Learner:
+    """Master weights, optimiser, and the training step.
+
+    Arguments:
+        tensors: a checkpoint's tensors.
+        precision: what the learner's own forward pass runs in.
+        rollout_precision: what rollouts must say they ran in; anything else is refused by name of the field.
+        total_steps: length of the schedule.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        tensors: Mapping[str, Tensor],
+        *,
+        precision: Precision,
+        rollout_precision: Precision,
+        config: LearnerConfig,
+        objective_config: ObjectiveConfig,
+        kernels: Kernels,
+        total_steps: int,
+        seed: int = 0,
+        max_response_tokens: int | None = None,
+        n_positions: int | None = None,
+        reference: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.arch, self.kernels, self.config, self.objective = arch, kernels, config, objective_config
+        self.rollout_precision, self.total_steps, self.seed = rollout_precision, total_steps, seed
+        self.max_response_tokens = max_response_tokens
+        dtype = torch.float32 if config.publish_dtype == "float32" else torch.bfloat16
+        self.parameters = Parameters(arch, tensors, precision, kernels, publish_dtype=dtype)
+        self.optimiser = Optimiser(
+            self.parameters.masters,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_norm=config.clip_norm,
+        )
+        self._tables = arch.rope_tables(n_positions)
+        self._settings = policy_settings(objective_config)
+        self._correction = objective.make_correction(objective_config.correction, **objective_config.correction_options)
+        objective.require_compatible(self._settings, self._correction)
+        self._reference = None
+        if self._settings.kl is not None:
+            self._reference = Parameters(arch, reference or tensors, precision, kernels, publish_dtype=dtype)
+
+    def check(self, trajectories: Sequence[Trajectory]) -> None:
+        """Refuse rollouts that this learner cannot score.
+
+        Raises:
+            SpecMismatchError: another precision or spec, or unequal sampling distributions in one batch.
+            DataError: malformed trajectories.
+        """
+        first = trajectories[0].sampling
+        for t in trajectories:
+            t.check(self.arch.vocab_size)
+            if t.precision is not self.rollout_precision:
+                require_same(self.rollout_precision, t.precision, where=f"trajectory group {t.group} sample {t.sample}")
+            if not t.sampling.same_distribution(first):
+                raise SpecMismatchError(
+                    f"one batch holds {t.sampling} and {first}",
+                    where=f"trajectory group {t.group}",
+                    expected="equal temperature, top_k, top_p and min_p for all samples of a step",
+                )
+
+    @torch.no_grad()
+    def score(self, trajectories: Sequence[Trajectory], parameters: Parameters | None = None) -> Scored:
+        """Log-probs of the sampled tokens under the current weights (or ``parameters``), without gradient."""
+        parts = []
+        for batch in self._micro_batches(trajectories):
+            logp, entropy = self._forward(batch, parameters or self.parameters)
+            parts.append((logp, batch.rollout_logprobs, batch.mask, batch.sequence, batch.versions, entropy))
+        return Scored(*(torch.cat(columns) for columns in zip(*parts)))
+
+    def step(self, trajectories: Sequence[Trajectory], step: int, version: int = 0) -> StepResult:
+        """One training step on all samples of one rollout.
+
+        Arguments:
+            trajectories: every sample of the step's groups, with rewards (None where scoring failed).
+            step: 0-based training step, for the schedule and the order of mini-batches.
+            version: the learner's current weight version.
+
+        Raises:
+            SpecMismatchError, DataError: see :meth:`check`.
+            NumericsError: a log-prob, gradient or weight is not finite; the masters are as before the update.
+        """
+        self.check(trajectories)
+        rewards = torch.tensor([float("nan") if t.reward is None else t.reward for t in trajectories])
+        groups = torch.tensor([t.group for t in trajectories])
+        result = objective.advantages(rewards, groups, method=self.objective.advantage)
+        metrics = result.metrics.to_dict()
+        notes = () if result.warning is None else (result.warning,)
+        pull = self._settings.kl is not None and self._settings.kl_on_zero_advantage
+        skip = self.objective.skip_zero_advantage and not pull and not self._settings.entropy_coefficient
+        kept = [
+            i for i, valid in enumerate(result.valid.tolist()) if valid and not (skip and result.advantages[i] == 0.0)
+        ]
+        metrics["learner/samples"] = float(len(kept))
+        signal = bool(result.advantages.any()) or (kept and (pull or self._settings.entropy_coefficient))
+        if not kept or not signal:
+            return StepResult(metrics, changed=False, warnings=notes)
+        valid = [t for t, ok in zip(trajectories, result.valid.tolist()) if ok]
+        plan = _Plan.make(self, trajectories, kept, valid, result.advantages, step, version)
+        metrics |= self._optimise(plan, step)
+        return StepResult(metrics, changed=True, warnings=notes)
+
+    def _optimise(self, plan: _Plan, step: int) -> dict[str, float]:
+        factor = rate_factor(
+            self.config.schedule, step, warmup=self.config.warmup_steps, total=self.total_steps
+        )
+        metrics = dict(plan.metrics)
+        statistics, norms, first = [], [], []
+        order = np.random.Generator(np.random.Philox(key=[self.seed, step]))
+        for epoch in range(self.config.epochs):
+            members = np.arange(len(plan.samples)) if self.config.minibatches == 1 else order.permutation(len(plan.samples))
+            for chunk in np.array_split(members, min(self.config.minibatches, len(members))):
+                share = len(members) / len(chunk)
+                for indices in self._indices([plan.samples[i] for i in chunk]):
+                    part = [int(chunk[i]) for i in indices]
+                    loss, stats, scored = self._loss(plan, part)
+                    (loss * share).backward()  # type: ignore[no-untyped-call]
+                    statistics.append(stats)
+                    if epoch == 0:
+                        first.append(scored)
+                norms.append(self.optimiser.step(self.parameters.take_gradients(), factor))
+                self.parameters.refresh()
+        metrics |= objective.read(objective.merge(statistics))
+        if not any(key.startswith("gap/") for key in metrics):
+            metrics |= _gap(Scored(*(torch.cat(columns) for columns in zip(*first))))
+        metrics["optim/grad_norm"] = float(np.mean(norms))
+        metrics["optim/lr"] = self.config.lr * factor
+        metrics["optim/updates"] = float(len(norms))
+        return metrics
+
+    def _loss(self, plan: _Plan, part: list[int]) -> tuple[Tensor, objective.Statistics, tuple[Tensor, ...]]:
+        batch = collate([plan.samples[i] for i in part], packing=self.config.packing, replay_routes=self.config.router_replay)
+        logp, entropy = self._forward(batch, self.parameters, with_entropy_gradient=bool(self._settings.entropy_coefficient))
+        rows = torch.cat([plan.rows[i] for i in part])
+        tokens = objective.LossInput(
+            logp=logp,
+            advantages=plan.advantages[rows],
+            mask=plan.counted[rows],
+            sequence_index=plan.sequence[rows],
+            scale=plan.scale[rows],
+            old_logp=None if plan.old_logp is None else plan.old_logp[rows],
+            rollout_logp=batch.rollout_logprobs,
+            weights=None if plan.weights is None else plan.weights[rows],
+            reference_logp=None if plan.reference_logp is None else plan.reference_logp[rows],
+            entropy=entropy if self._settings.entropy_coefficient else None,
+        )
+        result = objective.policy_loss(tokens, self._settings)
+        statistics = result.metrics | {"entropy/mean": objective.mean_of(entropy[batch.mask])}
+        scored = (logp.detach(), batch.rollout_logprobs, batch.mask, plan.sequence[rows], batch.versions, entropy.detach())
+        return result.loss, statistics, scored
+
+    def _forward(
+        self, batch: LearnerBatch, parameters: Parameters, *, with_entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        run = AutogradExecution(
+            parameters,
+            batch,
+            self.kernels,
+            self._tables,
+            activation_checkpointing=self.config.activation_checkpointing,
+        )
+        states = hidden_states(self.arch, run, batch.ids).index_select(0, batch.rows)
+        logits = run.head(states)
+        logp = token_logprobs(self.kernels, logits, batch.targets, batch.temperature, batch.supports)
+        if with_entropy_gradient:
+            return logp, objective.token_entropy(logits / batch.temperature[:, None].clamp(min=1e-6))
+        return logp, distribution_entropy(logits, batch.temperature)
+
+    def _indices(self, samples: Sequence[Trajectory]) -> list[list[int]]:
+        lengths = [len(t) for t in samples]
+        return micro_batches(lengths, self.config.max_tokens_per_microbatch, packing=self.config.packing)
+
+    def _micro_batches(self, samples: Sequence[Trajectory]) -> list[LearnerBatch]:
+        return [
+            collate([samples[i] for i in part], packing=self.config.packing, replay_routes=self.config.router_replay)
+            for part in self._indices(samples)
+        ]
+
+
+def policy_settings(config: ObjectiveConfig) -> objective.PolicySettings:
+    """The objective's settings from the configuration section."""
+    return objective.PolicySettings(
+        ratio=config.ratio,
+        proximal=config.proximal,
+        eps_low=config.eps_low,
+        eps_high=config.eps_high,
+        dual_clip=config.dual_clip,
+        kl=config.kl_estimator if config.kl_coef else None,
+        kl_coefficient=config.kl_coef,
+        entropy_coefficient=config.entropy_coef,
+    )
+
+
+def _gap(scored: Scored) -> dict[str, float]:
+    gap = objective.token_gap(scored.logp, scored.rollout_logp, scored.mask, scored.sequence)
+    return objective.gap_metrics(gap, scored.mask, scored.sequence).to_dict()
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What is fixed before the first update of a step, flat over the response tokens of the samples trained on."""
+
+    samples: list[Trajectory]
+    rows: list[Tensor]
+    advantages: Tensor
+    counted: Tensor
+    sequence: Tensor
+    scale: Tensor
+    old_logp: Tensor | None
+    weights: Tensor | None
+    reference_logp: Tensor | None
+    metrics: dict[str, float]
+
+    @classmethod
+    def make(
+        cls,
+        learner: Learner,
+        trajectories: Sequence[Trajectory],
+        kept: list[int],
+        valid: Sequence[Trajectory],
+        advantages: Tensor,
+        step: int,
+        version: int,
+    ) -> _Plan:
+        samples = [trajectories[i] for i in kept]
+        lengths = torch.tensor([len(t.response_ids) for t in samples])
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        sequence = torch.repeat_interleave(torch.arange(len(samples)), lengths)
+        mask = torch.from_numpy(np.concatenate([t.mask for t in samples]))
+        per_token = advantages[torch.tensor(kept)][sequence]
+        config, settings = learner.config, learner._settings
+        several = config.epochs > 1 or config.minibatches > 1
+        old_logp = weights = rejected = reference_logp = None
+        metrics: dict[str, float] = {}
+        if learner.objective.correction != "none" or (several and settings.proximal == "learner"):
+            scored = learner.score(samples)
+            metrics |= _gap(scored)
+            old_logp = scored.logp if several else None
+            corrected = learner._correction(
+                objective.CorrectionInput(
+                    gap=objective.token_gap(scored.logp, scored.rollout_logp, mask, sequence),
+                    advantages=per_token,
+                    mask=mask,
+                    sequence_index=sequence,
+                    versions=scored.versions,
+                    learner_version=version,
+                    rollout_logp=scored.rollout_logp,
+                )
+            )
+            weights, rejected = corrected.weights, corrected.rejected
+            metrics |= objective.read(corrected.metrics)
+        if learner._reference is not None:
+            reference_logp = learner.score(samples, learner._reference).logp
+        counted = objective.counted_tokens(mask, rejected, count_rejected=learner.objective.count_rejected)
+        # Samples without advantage are left out of the passes but not of the denominators: skipping them changes no gradient.
+        total = objective.BatchCounts(
+            tokens=sum(int(t.mask.sum()) for t in valid) - int((mask & ~counted).sum()),
+            sequences=sum(bool(t.mask.any()) for t in valid),
+        )
+        method = learner.objective.denominator
+        scale = objective.token_scale(
+            counted,
+            sequence,
+            total,
+            method,
+            max_tokens=learner.max_response_tokens if method == "constant" else None,
+        )
+        rows = [torch.arange(int(a), int(b)) for a, b in zip(starts[:-1], starts[1:])]
+        return cls(samples, rows, per_token, counted, sequence, scale, old_logp, weights, reference_logp, metrics)

@@ -1,0 +1,120 @@
+"""The gap g = logp_learner - logp_rollout of sampled tokens, and how large it is.
+
+Same weights, same tokens, two executions: whatever is not zero here is numerics (or staleness, if versions differ).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.objective.exponent import EXPONENT_LIMIT
+from halfbyte.objective.validation import require_finite, require_index, require_mask, require_real
+
+__all__ = ["GapMetrics", "effective_sample_size", "gap_metrics", "token_gap"]
+
+
+def token_gap(learner_logp: Tensor, rollout_logp: Tensor, mask: Tensor, sequence_index: Tensor | None = None) -> Tensor:
+    """Gap of every token that counts.
+
+    Arguments:
+        learner_logp, rollout_logp: [T] float32, of the same distribution (temperature and filters included).
+        mask: [T] bool. sequence_index: [T] int64, only to name a sample in an error.
+
+    Returns:
+        [T] float32, detached; exactly 0 where mask is false, whatever stands there.
+
+    Raises:
+        NumericsError: NaN or infinity on a token that counts; the message names it.
+        ShapeError: shapes or dtypes do not fit.
+    """
+    length = mask.shape[0] if mask.dim() else 0
+    require_mask("mask", mask, length)
+    if sequence_index is not None:
+        require_index("sequence_index", sequence_index, length, mask)
+    for name, values in (("learner_logp", learner_logp), ("rollout_logp", rollout_logp)):
+        require_real(name, values, length)
+        require_finite(name, values, mask, sequence_index)
+    learner, rollout = (torch.where(mask, x.detach(), 0.0) for x in (learner_logp, rollout_logp))
+    gap = (learner - rollout).float()
+    require_finite("gap", gap, mask, sequence_index)
+    return gap
+
+
+@dataclass(frozen=True)
+class GapMetrics:
+    """Size of the gap over the tokens that count.
+
+    Arguments:
+        tokens: how many there are; with 0 every other field is 0 and means nothing.
+        mean: mean g, nats. Its negative estimates KL(rollout || learner) without bias (k1).
+        mean_abs, max_abs: of |g|, nats.
+        p99_abs: the ceil(0.99 n)-th smallest |g| (nearest rank, so it is one of the values), nats.
+        k3_kl: mean of exp(g) - 1 - g, nats: KL(rollout || learner) from tokens sampled by the rollout, where exp(g) is
+            learner / rollout. Never negative. g is clamped at the top to EXPONENT_LIMIT.
+        ess: effective sample size of the weights exp(g) over n, in (0, 1]; 1 without a gap.
+    """
+
+    tokens: int
+    mean: float
+    mean_abs: float
+    max_abs: float
+    p99_abs: float
+    k3_kl: float
+    ess: float
+
+    def to_dict(self, prefix: str = "gap/") -> dict[str, float]:
+        """The fields as floats, for a metrics line; without tokens only their count."""
+        fields = asdict(self) if self.tokens else {"tokens": 0}
+        return {prefix + name: float(value) for name, value in fields.items()}
+
+
+def gap_metrics(gap: Tensor, mask: Tensor, sequence_index: Tensor | None = None) -> GapMetrics:
+    """Measure the gap of a whole step (a quantile does not add up over micro-batches: concatenate the gaps first).
+
+    Only tokens that count are seen: rows of padding change nothing (verl #7771). Computed in float64, because for a
+    small gap k3 is g^2 / 2, far below the rounding of 1 + g in float32.
+
+    Arguments:
+        gap: [T] float32, see :func:`token_gap`. mask: [T] bool. sequence_index: [T] int64, for error messages.
+
+    Raises:
+        NumericsError: a gap that counts is NaN or infinite.
+        ShapeError: shapes or dtypes do not fit.
+    """
+    require_mask("mask", mask)
+    require_real("gap", gap, mask.shape[0])
+    require_finite("gap", gap, mask, sequence_index)
+    real = gap.detach()[mask].double()
+    n = int(real.shape[0])
+    if n == 0:
+        return GapMetrics(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    size = real.abs()
+    bounded = torch.clamp(real, max=EXPONENT_LIMIT)
+    return GapMetrics(
+        tokens=n,
+        mean=float(real.mean()),
+        mean_abs=float(size.mean()),
+        max_abs=float(size.max()),
+        p99_abs=float(torch.kthvalue(size, math.ceil(0.99 * n)).values),
+        k3_kl=float((torch.expm1(bounded) - bounded).mean()),
+        # The ratio does not change when all weights share a factor, so the largest is scaled to 1: no overflow.
+        ess=effective_sample_size(torch.exp(real - real.max())),
+    )
+
+
+def effective_sample_size(weights: Tensor) -> float:
+    """Share of the samples that weighted ones are worth: (sum w)^2 / (n sum w^2). Kish, "Survey Sampling", 1965.
+
+    Arguments:
+        weights: [n] float, not negative, real tokens only.
+
+    Returns:
+        a number in (0, 1]; 0 if there are no weights or all are 0.
+    """
+    values = weights.detach().double()
+    squares = float((values * values).sum())
+    return float(values.sum()) ** 2 / (values.numel() * squares) if squares > 0.0 else 0.0

@@ -1,0 +1,404 @@
+"""The native rollout engine: requests in, trajectories out.
+
+A sample's tokens and log-probs are a function of (weights, precision, prompt, sampling, key, sample index) alone: the same
+alone, in any batch, in any arrival order, for any page size, with shared prompt pages or without, preempted or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ConfigError, DataError, NumericsError
+from halfbyte.kernels import Kernels, active
+from halfbyte.models.architecture import Architecture
+from halfbyte.models.decoder import logits as decoder_logits
+from halfbyte.models.precision import Precision
+from halfbyte.models.trajectory import SamplingParams, Trajectory
+from halfbyte.rollout.packed import PackedExecution, StepBatch
+from halfbyte.rollout.pages import PagePool
+from halfbyte.rollout.philox import uniform
+from halfbyte.rollout.request import Request, Sample
+from halfbyte.rollout.scheduler import Scheduler, Work
+from halfbyte.rollout.stop import Detokeniser, find_stop
+from halfbyte.rollout.weights import RolloutWeights
+
+__all__ = ["Engine", "EngineOptions"]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Budgets.
+
+    Arguments:
+        max_batch_tokens: token rows in one forward pass.
+        max_sequences: samples in one forward pass.
+        kv_memory_mb: memory of the page pool, MiB.
+        page_size: tokens a page, a multiple of 16.
+        max_length: longest sequence; None takes the model's ``max_positions``.
+        prefix_cache: reuse full pages of equal prompt beginnings within a weight version.
+        share_prompts: compute the prompt of a request's ``n`` samples once.
+    """
+
+    max_batch_tokens: int = 4096
+    max_sequences: int = 1024
+    kv_memory_mb: float = 256.0
+    page_size: int = 16
+    max_length: int | None = None
+    prefix_cache: bool = True
+    share_prompts: bool = True
+
+
+class Engine:
+    """Continuous batching over packed weights and a paged KV cache.
+
+    Arguments:
+        arch: the model's architecture.
+        precision: what runs in which precision.
+        tensors: published weights in checkpoint names.
+        detokeniser: needed only for stop strings.
+        version: the weight version of ``tensors``.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        precision: Precision,
+        tensors: Mapping[str, Tensor],
+        *,
+        detokeniser: Detokeniser | None = None,
+        options: EngineOptions | None = None,
+        kernels: Kernels | None = None,
+        version: int = 0,
+    ) -> None:
+        self.arch, self.precision = arch, precision
+        self.options = options or EngineOptions()
+        self.kernels = kernels or active()
+        self.detokeniser = detokeniser
+        self.max_length = min(self.options.max_length or arch.max_positions, arch.max_positions)
+        self.weights = self._pack(tensors, version)
+        per_page = PagePool.page_bytes(arch, precision, self.options.page_size)
+        n_pages = int(self.options.kv_memory_mb * 2**20 // per_page) if per_page else 0
+        # no more pages than the largest batch could ever fill: a small model does not reserve what it cannot use
+        useful = self.options.max_sequences * 4 * -(-self.max_length // self.options.page_size)
+        self.pool = PagePool(arch, precision, self.kernels, min(n_pages, useful), self.options.page_size)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_batch_tokens=self.options.max_batch_tokens,
+            max_sequences=self.options.max_sequences,
+            prefix_cache=self.options.prefix_cache,
+        )
+        self.tokens_generated = 0
+        self._order = 0
+        self._samples: dict[int, Sample] = {}
+
+    @property
+    def version(self) -> int:
+        """The weight version that the next token will be stamped with."""
+        return self.weights.version
+
+    def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Serve another version. Everything is packed and checked before anything is replaced; samples in flight are
+        recomputed under the new weights and go on (their tokens keep the version that drew them).
+
+        Raises:
+            ConfigError: the version does not grow.
+        """
+        if version <= self.version:
+            raise ConfigError(f"weight version {version} after {self.version}", where="load_weights", expected="a larger version")
+        self.weights = self._pack(tensors, version)
+        self.scheduler.preempt_all()
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            DataError: an empty or too long prompt, or a token id outside the vocabulary.
+            ConfigError: stop strings without a tokenizer, or a sequence that cannot fit the KV memory.
+        """
+        self._check(request)
+        stop_ids = set(request.sampling.stop_ids)
+        if not request.sampling.ignore_eos:
+            stop_ids |= set(self.arch.eos_ids)
+        leader: Sample | None = None
+        for index in range(request.first_sample, request.first_sample + request.n):
+            sample = Sample(request, index, self._order, list(request.prompt_ids), frozenset(stop_ids))
+            self._samples[self._order] = sample
+            self._order += 1
+            if leader is None:
+                self.scheduler.add(sample)
+                leader = sample if self.options.share_prompts else None
+            else:
+                leader.forks.append(sample)
+
+    def generate(
+        self, requests: Iterable[Request], on_finish: Callable[[Trajectory], None] | None = None
+    ) -> list[Trajectory]:
+        """Run requests to their end; trajectories in order of request, then sample."""
+        requests = list(requests)
+        for request in requests:
+            self._check(request)
+        first = self._order
+        for request in requests:
+            self.add(request)
+        finished: dict[int, Trajectory] = {}
+        while self.busy:
+            for order, trajectory in self.step():
+                finished[order] = trajectory
+                if on_finish is not None:
+                    on_finish(trajectory)
+        return [finished[order] for order in range(first, self._order)]
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sample is waiting or running."""
+        return bool(self._samples)
+
+    def abort(self, group: int | None = None) -> list[Trajectory]:
+        """Stop all samples, or those of a group; what they have produced so far comes back with finish reason ``abort``.
+
+        Samples that have no token yet are dropped.
+        """
+        out = []
+        for sample in [s for s in self._samples.values() if group is None or s.request.group == group]:
+            sample.finish = "abort"
+            trajectory = self._trajectory(sample) if len(sample.tokens) > sample.prompt_length else None
+            self._retire(sample)
+            if trajectory is not None:
+                out.append(trajectory)
+        return out
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Trajectory]]:
+        """One forward pass; returns (order of arrival, trajectory) of the samples that finished in it."""
+        work = self.scheduler.schedule(self.version)
+        if not work:
+            return []
+        batch = self._batch(work)
+        logits = self._forward(batch)
+        drawing: list[Sample] = []
+        rows: list[int] = []
+        row = 0
+        for item in work:
+            sample = item.sample
+            completes = item.completes
+            sample.computed += item.count
+            if self.options.prefix_cache:
+                self._register(sample)
+            if completes:
+                for each in (sample, *self.scheduler.fork(sample)):
+                    drawing.append(each)
+                    rows.append(row)
+                row += 1
+        if not drawing:
+            return []
+        self._draw(drawing, logits.index_select(0, torch.tensor(rows)), batch)
+        finished = []
+        for sample in drawing:
+            if sample.finish is not None:
+                finished.append((sample.order, self._trajectory(sample)))
+                self._retire(sample)
+        return finished
+
+    @torch.inference_mode()
+    def score(
+        self,
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        supports: Sequence[np.ndarray | None] | None = None,
+    ) -> np.ndarray:
+        """Teacher-forced log-probs [R] float32 of a response, by the same execution; bit-equal to those of sampling it."""
+        sampling = sampling or SamplingParams()
+        tokens = [*prompt_ids, *response_ids]
+        request = Request(tuple(tokens[:-1]), SamplingParams(max_tokens=1), generated=tuple(i >= len(prompt_ids) for i in range(len(tokens) - 1)))
+        self._check(request)
+        sample = Sample(request, 0, -1, list(request.prompt_ids), frozenset())
+        scheduler = Scheduler(
+            self.pool,
+            max_batch_tokens=self.options.max_batch_tokens,
+            max_sequences=1,
+            prefix_cache=False,
+        )
+        scheduler.add(sample)
+        collected: list[Tensor] = []
+        try:
+            while sample.computed < len(sample.tokens):
+                work = scheduler.schedule(self.version)
+                if not work:
+                    raise ConfigError("no KV page is free", where="Engine.score", fix="score when the engine is idle")
+                start = sample.computed
+                wanted = [i for i in range(work[0].count) if start + i >= len(prompt_ids) - 1]
+                collected.append(self._forward(self._batch(work, rows=wanted)))
+                sample.computed += work[0].count
+        finally:
+            scheduler.remove(sample)
+        count = len(response_ids)
+        lists = [None if s is None else torch.as_tensor(s, dtype=torch.int64) for s in supports] if supports else None
+        out = self.kernels.token_logprobs(
+            torch.cat(collected),
+            torch.tensor(list(response_ids), dtype=torch.int64),
+            torch.full((count,), sampling.temperature, dtype=torch.float32),
+            lists,
+        )
+        return out.numpy()
+
+    def _pack(self, tensors: Mapping[str, Tensor], version: int) -> RolloutWeights:
+        return RolloutWeights.pack(
+            self.arch, self.precision, tensors, self.kernels, version=version, n_positions=self.max_length
+        )
+
+    def _check(self, request: Request) -> None:
+        where = f"request group {request.group}"
+        if not request.prompt_ids:
+            raise DataError("an empty prompt", where=where, expected="at least one token", fix="add a BOS token")
+        if request.n < 1:
+            raise ConfigError(f"n = {request.n}", where=where, expected="at least one sample")
+        low, high = min(request.prompt_ids), max(request.prompt_ids)
+        if low < 0 or high >= self.arch.vocab_size:
+            raise DataError(
+                f"token id {low if low < 0 else high} is outside the vocabulary",
+                where=where,
+                expected=f"0 <= id < {self.arch.vocab_size}",
+                fix="use the tokenizer of this model",
+            )
+        length = len(request.prompt_ids) + request.sampling.max_tokens
+        if length > self.max_length:
+            raise DataError(
+                f"prompt of {len(request.prompt_ids)} tokens and max_tokens {request.sampling.max_tokens} make {length}",
+                where=where,
+                expected=f"at most {self.max_length} positions",
+                fix="shorten the prompt or lower max_tokens",
+            )
+        if request.sampling.stop and self.detokeniser is None:
+            raise ConfigError("stop strings need a tokenizer", where=where, fix="give the engine its tokenizer")
+
+    def _batch(self, work: list[Work], rows: list[int] | None = None) -> StepBatch:
+        size = self.pool.page_size
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts, lengths = [0], []
+        last_rows: list[int] = []
+        for item in work:
+            s, begin, end = item.sample, item.sample.computed, item.sample.computed + item.count
+            ids += s.tokens[begin:end]
+            positions += range(begin, end)
+            slots += [s.pages[p // size] * size + p % size for p in range(begin, end)]
+            starts.append(len(ids))
+            lengths.append(end)
+            if item.completes:
+                last_rows.append(len(ids) - 1)
+        table = np.zeros((len(work), max(len(w.sample.pages) for w in work)), dtype=np.int32)
+        for i, item in enumerate(work):
+            table[i, : len(item.sample.pages)] = item.sample.pages
+        generated = None
+        if self.precision.phased:
+            generated = torch.tensor(
+                [w.sample.is_generated(p) for w in work for p in range(w.sample.computed, w.sample.computed + w.count)]
+            )
+        return StepBatch(
+            ids=torch.tensor(ids, dtype=torch.int64),
+            positions=torch.tensor(positions, dtype=torch.int64),
+            slots=torch.tensor(slots, dtype=torch.int64),
+            page_table=torch.from_numpy(table),
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            context_length=torch.tensor(lengths, dtype=torch.int32),
+            generated=generated,
+            rows=torch.tensor(last_rows if rows is None else rows, dtype=torch.int64),
+        )
+
+    def _forward(self, batch: StepBatch, *, find_fault: bool = False) -> Tensor:
+        run = PackedExecution(self.weights, self.pool, self.kernels, batch, find_fault=find_fault)
+        return decoder_logits(self.arch, run, batch.ids, batch.rows)
+
+    def _draw(self, samples: list[Sample], logits: Tensor, batch: StepBatch) -> None:
+        params = [s.request.sampling for s in samples]
+        numbers = uniform(
+            np.array([p.seed & 0xFFFFFFFFFFFFFFFF for p in params], dtype=np.uint64),
+            np.array([s.request.key & 0xFFFFFFFFFFFFFFFF for s in samples], dtype=np.uint64),
+            np.array([s.index for s in samples], dtype=np.uint64),
+            np.array([len(s.tokens) for s in samples], dtype=np.uint64),
+        )
+        filtered = any(p.filtered for p in params)
+        try:
+            drawn = self.kernels.sample(
+                logits,
+                torch.tensor([p.temperature for p in params], dtype=torch.float32),
+                torch.tensor([p.top_k for p in params], dtype=torch.int32),
+                torch.tensor([p.top_p for p in params], dtype=torch.float32),
+                torch.tensor([p.min_p for p in params], dtype=torch.float32),
+                torch.from_numpy(numbers),
+                want_support=filtered,
+            )
+        except NumericsError:
+            self._forward(batch, find_fault=True)  # names the layer and token, if a layer is to blame
+            raise
+        ids, logprobs = drawn.ids.tolist(), drawn.logprobs.tolist()
+        for i, sample in enumerate(samples):
+            sample.tokens.append(ids[i])
+            sample.logprobs.append(logprobs[i])
+            sample.versions.append(self.version)
+            support = drawn.support[i] if filtered and drawn.support is not None else None
+            sample.supports.append(None if support is None else support.numpy().astype(np.int32))
+            self._decide(sample)
+        self.tokens_generated += len(samples)
+
+    def _decide(self, sample: Sample) -> None:
+        sampling = sample.request.sampling
+        last, length = sample.tokens[-1], len(sample.tokens) - sample.prompt_length
+        if last in sample.stop_ids:
+            sample.finish = "eos" if last in self.arch.eos_ids else "stop"
+        elif sampling.stop and self.detokeniser is not None and find_stop(self.detokeniser, sample.tokens, length, sampling.stop):
+            sample.finish = "stop"
+        elif length >= sampling.max_tokens:
+            sample.finish = "length"
+
+    def _register(self, sample: Sample) -> None:
+        """Offer the prompt's full pages to later prompts; generated pages are not worth a digest for every token."""
+        full = min(sample.computed, sample.prompt_length) // self.pool.page_size
+        if full <= sample.registered:
+            return
+        if len(sample.digests) < full:
+            sample.digests = self.pool.digests(self.version, sample.tokens, full)
+        for i in range(sample.registered, full):
+            self.pool.register(sample.digests[i], sample.pages[i])
+        sample.registered = full
+
+    def _retire(self, sample: Sample) -> None:
+        self.scheduler.remove(sample)
+        del self._samples[sample.order]
+        if sample.forks:  # an aborted leader: its forks lose their prompt, the first of them takes over
+            heir, *rest = sample.forks
+            heir.forks, sample.forks = rest, []
+            self.scheduler.waiting.appendleft(heir)
+
+    def _trajectory(self, sample: Sample) -> Trajectory:
+        start = sample.prompt_length
+        response = np.array(sample.tokens[start:], dtype=np.int32)
+        assert sample.finish is not None
+        routes = None
+        if self.pool.moe_layers:
+            size = self.pool.page_size
+            routes = np.full((len(sample.tokens) - 1, *self.pool.routes.shape[1:]), -1, dtype=np.int16)
+            held = min(sample.computed, len(routes))
+            slots = [sample.pages[p // size] * size + p % size for p in range(held)]
+            routes[:held] = self.pool.routes[slots]
+        return Trajectory(
+            prompt_ids=np.array(sample.request.prompt_ids, dtype=np.int32),
+            response_ids=response,
+            logprobs=np.array(sample.logprobs, dtype=np.float32),
+            mask=np.ones(len(response), dtype=bool),
+            versions=np.array(sample.versions, dtype=np.int32),
+            sampling=sample.request.sampling,
+            precision=self.precision,
+            finish_reason=sample.finish,
+            group=sample.request.group,
+            sample=sample.index,
+            routes=routes,
+            supports=list(sample.supports) if any(s is not None for s in sample.supports) else None,
+        )

@@ -1,0 +1,140 @@
+"""The rollout's execution: packed weights, paged KV cache, no gradient, routes recorded.
+
+One object is built for every forward pass and holds that pass's batch; nothing survives it but what was written to the pages.
+Every operation is batch-invariant, so a token's numbers do not depend on what shares the pass with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import NumericsError
+from halfbyte.kernels import Kernels
+from halfbyte.models.architecture import site_of
+from halfbyte.models.routing import route
+from halfbyte.rollout.pages import PagePool
+from halfbyte.rollout.weights import RolloutWeights
+
+__all__ = ["PackedExecution", "StepBatch"]
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatch:
+    """The tokens of one forward pass, flat; ``S`` sequences with their queries one behind the other.
+
+    Arguments:
+        ids: [T] int64.
+        positions: [T] int64.
+        slots: [T] int64, page * page_size + offset.
+        page_table: [S, P] int32.
+        query_start: [S + 1] int32.
+        context_length: [S] int32, keys each sequence's last query sees.
+        generated: [T] bool, or None when prefill and decode run in the same precision.
+        rows: [R] int64, rows whose logits are wanted.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    page_table: Tensor
+    query_start: Tensor
+    context_length: Tensor
+    generated: Tensor | None
+    rows: Tensor
+
+
+class PackedExecution:
+    """See :class:`halfbyte.models.execution.Execution`.
+
+    Arguments:
+        find_fault: check every layer's output and raise :class:`NumericsError` naming the first layer and token that are not
+            finite; used to explain a failure, since it reads every activation once more.
+    """
+
+    def __init__(
+        self, weights: RolloutWeights, pool: PagePool, kernels: Kernels, batch: StepBatch, *, find_fault: bool = False
+    ) -> None:
+        self.weights, self.pool, self.kernels, self.batch, self.find_fault = weights, pool, kernels, batch, find_fault
+        self.arch, self.precision = weights.arch, weights.precision
+        self._scale = float(self.arch.head_dim) ** -0.5
+        self._moe_index = {layer: i for i, layer in enumerate(pool.moe_layers)}
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[T] -> [T, hidden]."""
+        return self.weights.embedding.index_select(0, ids).float()
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """RMSNorm over the last dimension."""
+        flat = self.kernels.rms_norm(x.reshape(-1, x.shape[-1]), self.weights.vectors[f"{name}.weight"], self.arch.norm_eps)
+        return flat.view(x.shape)
+
+    def linear(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
+        """Projections that share an input, each row in its phase's precision."""
+        kinds = self.precision.kinds(site_of(f"{names[0]}.weight"))
+        return self._phased(x, [self.weights.linears[names, kind] for kind in kinds], self.kernels.linear)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotary embedding at the batch's positions."""
+        return self.kernels.rope(x, self.batch.positions, self.weights.cos, self.weights.sin)
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write K and V to their pages, then attend to what the pages hold (so that prefill equals decode)."""
+        cache, batch = self.pool.layers[layer], self.batch
+        self.kernels.store_kv(cache, k, v.contiguous(), batch.slots)
+        out = self.kernels.attention(q, cache, batch.page_table, batch.query_start, batch.context_length, self._scale)
+        return out.view(len(q), -1)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """[T, 2I] -> [T, I]."""
+        return self.kernels.swiglu(gate_up)
+
+    def experts(self, layer: int, x: Tensor) -> Tensor:
+        """Routed experts; the routes are written to the tokens' slots."""
+        logits = self.linear(x, (f"model.layers.{layer}.mlp.gate",))
+        ids, gates = route(logits, self.arch.experts_per_token, normalise=self.arch.norm_topk_prob)
+        self.pool.routes[self.batch.slots.numpy(), self._moe_index[layer]] = ids.numpy()
+        packed = [self.weights.experts[layer, kind] for kind in self.precision.kinds("experts")]
+        if len(packed) == 1:
+            return self.kernels.experts(x, ids, gates, packed[0])
+        assert self.batch.generated is not None
+        out = torch.empty_like(x)
+        for rows, weight in zip(self._phase_rows(), packed):
+            out[rows] = self.kernels.experts(x[rows], ids[rows], gates[rows], weight)
+        return out
+
+    def head(self, x: Tensor) -> Tensor:
+        """[R, hidden] -> logits [R, vocab], in the decode precision: logits are only drawn from."""
+        kind = self.precision.decode.head
+        return self.kernels.linear(x, self.weights.linears[("lm_head",), kind])
+
+    def layer(self, index: int, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run a layer; with ``find_fault``, stop at the first that is not finite."""
+        out = function(x)
+        if self.find_fault:
+            bad = (~torch.isfinite(out)).any(dim=1).nonzero()
+            if len(bad):
+                row = int(bad[0])
+                raise NumericsError(
+                    "an activation is not finite",
+                    where=f"model.layers.{index}, token {int(self.batch.ids[row])} at position {int(self.batch.positions[row])}",
+                    expected="finite activations",
+                    fix="check the weights of this layer (halfbyte doctor MODEL), or run this site in bf16",
+                )
+        return out
+
+    def _phased(self, x: Tensor, weights: list, call: Callable) -> Tensor:  # type: ignore[type-arg]
+        if len(weights) == 1:
+            return call(x, weights[0])
+        assert self.batch.generated is not None
+        out = torch.empty(len(x), weights[0].n)
+        for rows, weight in zip(self._phase_rows(), weights):
+            out[rows] = call(x[rows], weight)
+        return out
+
+    def _phase_rows(self) -> tuple[Tensor, Tensor]:
+        assert self.batch.generated is not None
+        return (~self.batch.generated).nonzero().view(-1), self.batch.generated.nonzero().view(-1)

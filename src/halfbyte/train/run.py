@@ -1,0 +1,191 @@
+"""Set up a run from its configuration, run it, and leave a complete run folder."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from types import FrameType
+
+from halfbyte.config import Config, difference
+from halfbyte.envs import make_env
+from halfbyte.errors import CheckpointError, ConfigError
+from halfbyte.kernels import active
+from halfbyte.learner.learner import Learner
+from halfbyte.models.checkpoint import Checkpoint, load_checkpoint
+from halfbyte.models.checkpoint_writer import save_checkpoint
+from halfbyte.models.precision import precision_from
+from halfbyte.models.tokenizer import Tokenizer, check_tokenizer
+from halfbyte.rollout.engine import Engine, EngineOptions
+from halfbyte.train.run_folder import RunFolder, environment
+from halfbyte.train.state import Progress, latest_checkpoint, load_state
+from halfbyte.train.tracker import make_tracker
+from halfbyte.train.trainer import Trainer
+
+__all__ = ["model_folder", "open_model", "run"]
+
+#: keys that may differ between a run and its resumption: they change no number
+FREE = ("train.out", "train.steps", "train.tracker", "train.checkpoint_every", "train.keep_checkpoints", "train.save_trajectories_every")
+
+
+def model_folder(path: str) -> Path:
+    """``tiny`` is the policy in the package; anything else is a folder."""
+    if path == "tiny":
+        return Path(str(resources.files("halfbyte.models").joinpath("tiny")))
+    return Path(path)
+
+
+def open_model(path: str) -> tuple[Checkpoint, Tokenizer]:
+    """A checked checkpoint and its tokenizer; every EOS id that the folder names is in the architecture.
+
+    Raises:
+        CheckpointError: the folder cannot be used, or has no tokenizer, or one of another model.
+    """
+    checkpoint = load_checkpoint(model_folder(path))
+    if checkpoint.tokenizer_path is None:
+        raise CheckpointError("the model has no tokenizer", where=path, expected="tokenizer.json in the model folder")
+    tokenizer = Tokenizer.from_folder(checkpoint.tokenizer_path)
+    check_tokenizer(tokenizer, checkpoint.architecture)
+    eos = tuple(dict.fromkeys((*checkpoint.eos_ids, *tokenizer.eos_ids)))
+    return replace(checkpoint, architecture=replace(checkpoint.architecture, eos_ids=eos)), tokenizer
+
+
+def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int:
+    """Train as ``config`` says. Returns 0 when all steps are done, 130 when stopped (a checkpoint is written).
+
+    Raises:
+        UserError: anything the user can mend; the run folder keeps what it had.
+    """
+    folder = RunFolder(Path(config.train.out))
+    _prepare(folder, config, resume=resume, overwrite=overwrite)
+    kernels = active()
+    rollout_precision = precision_from(config.precision)
+    learner_precision = (
+        rollout_precision if config.learner.precision == "same" else precision_from(config.learner.precision)
+    )
+    if (rollout_precision.kv == "fp32") != (config.learner.publish_dtype == "float32"):
+        config = config.model_copy(deep=True)
+        config.learner.publish_dtype = "float32" if rollout_precision.kv == "fp32" else "bfloat16"
+    checkpoint, tokenizer = open_model(config.model.path)
+    arch = checkpoint.architecture
+    options = dict(config.env.options)
+    if config.env.reward is not None:
+        options["reward"] = config.env.reward
+    env = make_env(config.env.name, **options)
+    length = config.env.max_prompt_tokens + config.rollout.max_tokens
+    longest = arch.max_positions if getattr(env, "multi_turn", False) else min(arch.max_positions, length)
+    learner = Learner(
+        arch,
+        checkpoint.tensors,
+        precision=learner_precision,
+        rollout_precision=rollout_precision,
+        config=config.learner,
+        objective_config=config.objective,
+        kernels=kernels,
+        total_steps=config.train.steps,
+        seed=config.train.seed,
+        max_response_tokens=config.rollout.max_tokens,
+        n_positions=longest,
+    )
+    progress = Progress()
+    saved = latest_checkpoint(folder.path / "checkpoints") if resume else None
+    if saved is not None:
+        progress = load_state(saved, learner)
+        folder.rewind(progress.step)
+    elif resume:
+        folder.rewind(-1)
+    folder.create()
+    folder.write_json("config.json", config.to_json())
+    folder.write_json("environment.json", environment(config.train.seed))
+    engine = Engine(
+        arch,
+        rollout_precision,
+        dict(learner.parameters.published()),
+        detokeniser=tokenizer,
+        options=EngineOptions(
+            max_batch_tokens=config.rollout.max_batch_tokens,
+            max_sequences=config.rollout.max_sequences,
+            kv_memory_mb=config.rollout.kv_memory_mb,
+            page_size=config.rollout.page_size,
+            max_length=longest,
+        ),
+        kernels=kernels,
+        version=progress.version,
+    )
+    tracker = make_tracker(
+        config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json()
+    )
+    trainer = Trainer(config, folder, engine, learner, env, tokenizer, tracker, progress)
+    with _graceful_stop(trainer):
+        complete = trainer.run()
+    tracker.finish()
+    if not complete:
+        return 130
+    save_checkpoint(
+        folder.path / "model",
+        arch,
+        dict(learner.parameters.published()),
+        tokenizer_from=checkpoint.tokenizer_path,
+        overwrite=True,
+    )
+    folder.write_json("summary.json", trainer.summary())
+    return 0
+
+
+def _prepare(folder: RunFolder, config: Config, *, resume: bool, overwrite: bool) -> None:
+    """Refuse to mix runs: an existing run is resumed with its own configuration, overwritten on request, or left alone."""
+    old = folder.read_json("config.json")
+    where = str(folder.path)
+    if resume:
+        if old is None:
+            raise ConfigError("there is no run to resume", where=where, expected="a run folder with config.json")
+        changed = [key for key in difference(old, config.to_json()) if key.split(":")[0].strip() not in FREE]
+        if changed:
+            raise ConfigError(
+                f"the configuration differs from the run's: {'; '.join(changed)}",
+                where=where,
+                expected="the configuration the run was started with",
+                fix="resume without changes, or start a new run with another --out",
+            )
+    elif old is not None:
+        if not overwrite:
+            raise ConfigError(
+                "the run folder already holds a run",
+                where=where,
+                fix="--resume goes on with it, --overwrite replaces it, --out names another folder",
+            )
+        _clear(folder)
+
+
+def _clear(folder: RunFolder) -> None:
+    """Remove what a run writes, and nothing else that may lie in the folder."""
+    import shutil
+
+    for name in ("checkpoints", "trajectories", "model"):
+        shutil.rmtree(folder.path / name, ignore_errors=True)
+    for name in ("config.json", "environment.json", "metrics.jsonl", "summary.json", "report.html"):
+        (folder.path / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def _graceful_stop(trainer: Trainer) -> Iterator[None]:
+    """The first SIGINT or SIGTERM ends the run after the current step; a second one interrupts at once."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if trainer.stop:
+            raise KeyboardInterrupt
+        trainer.stop = True
+
+    try:
+        before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: the host program handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -1,0 +1,96 @@
+"""Checkpoints of a run: masters, optimiser, counters. Whole or absent; a resumed run goes on to the same numbers.
+
+A checkpoint is a folder ``checkpoints/step_000100`` that is written under a hidden name, synced, and renamed. There is no
+random state to save: prompts, sampling and mini-batch order are functions of (seed, step).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from halfbyte.errors import CheckpointError
+from halfbyte.learner.learner import Learner
+from halfbyte.models.safetensors_io import SafetensorsFile, write_safetensors
+from halfbyte.train.run_folder import write_atomic
+
+__all__ = ["Progress", "latest_checkpoint", "load_state", "save_state"]
+
+
+@dataclass
+class Progress:
+    """Counters that survive a resume.
+
+    Arguments:
+        step: training steps done.
+        version: weight version that the engine serves; it never restarts (miles #2835).
+        accuracy_before: held-out accuracy before the first step, None if not measured yet.
+        wall_seconds, rollout_seconds, learner_seconds: spent so far over all attempts up to this checkpoint.
+    """
+
+    step: int = 0
+    version: int = 0
+    accuracy_before: float | None = None
+    wall_seconds: float = 0.0
+    rollout_seconds: float = 0.0
+    learner_seconds: float = 0.0
+
+
+def save_state(folder: Path, learner: Learner, progress: Progress, keep: int) -> Path:
+    """Write ``folder/step_NNNNNN`` and delete all but the newest ``keep``."""
+    target = folder / f"step_{progress.step:06d}"
+    work = folder / f".{target.name}.tmp"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    write_safetensors(work / "masters.safetensors", learner.parameters.masters)
+    write_safetensors(work / "optimiser.safetensors", learner.optimiser.state())
+    write_atomic(work / "state.json", json.dumps(asdict(progress), indent=2))
+    _sync_folder(work)
+    if target.exists():
+        shutil.rmtree(target)
+    work.rename(target)
+    _sync_folder(folder)
+    for old in sorted(folder.glob("step_*"))[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint, or None."""
+    found = sorted(p for p in folder.glob("step_*") if (p / "state.json").exists())
+    return found[-1] if found else None
+
+
+def load_state(path: Path, learner: Learner) -> Progress:
+    """Restore masters, optimiser and counters into ``learner``.
+
+    Raises:
+        CheckpointError: a file is damaged, or its tensors do not fit the model.
+    """
+    try:
+        data = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        known = {f.name for f in fields(Progress)}
+        progress = Progress(**{k: v for k, v in data.items() if k in known})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"unreadable training state: {error}", where=str(path / "state.json"), fix="delete this checkpoint folder"
+        ) from error
+    masters = SafetensorsFile(path / "masters.safetensors")
+    for name, master in learner.parameters.masters.items():
+        if name not in masters or masters[name].shape != master.shape:
+            raise CheckpointError("a master weight is missing or mis-shaped", where=f"{path}: {name}")
+        master.copy_(masters[name])
+    learner.parameters.refresh()
+    learner.optimiser.load_state(SafetensorsFile(path / "optimiser.safetensors"))
+    return progress
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

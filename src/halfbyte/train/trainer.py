@@ -1,0 +1,231 @@
+"""The closed loop: rollout in FP4, reward, update, publish; with evaluation, metrics and exact resume around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from halfbyte.config import Config
+from halfbyte.envs import Environment, Prompt
+from halfbyte.learner.learner import Learner
+from halfbyte.models.tokenizer import Tokenizer
+from halfbyte.models.trajectory import SamplingParams, Trajectory
+from halfbyte.rollout.engine import Engine
+from halfbyte.train.collect import collect
+from halfbyte.train.evaluate import evaluate
+from halfbyte.train.progress import RunProgress
+from halfbyte.train.prompts import prompt_index
+from halfbyte.train.run_folder import RunFolder
+from halfbyte.train.state import Progress, save_state
+from halfbyte.train.tracker import Tracker
+
+__all__ = ["Trainer"]
+
+SAVED_TRAJECTORIES = 16
+
+
+class Trainer:
+    """Runs steps until the end, a request to stop, or an error.
+
+    Arguments:
+        progress: where to go on; ``Progress()`` for a new run.
+
+    Attributes:
+        stop: set it (from a signal handler) to end after the current step with a checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        engine: Engine,
+        learner: Learner,
+        environment: Environment,
+        tokenizer: Tokenizer,
+        tracker: Tracker,
+        progress: Progress,
+    ) -> None:
+        self.config, self.folder, self.engine, self.learner = config, folder, engine, learner
+        self.environment, self.tokenizer, self.tracker, self.progress = environment, tokenizer, tracker, progress
+        self.stop = False
+        self._said: set[str] = set()
+        self._since = time.monotonic()
+        rollout = config.rollout
+        self.sampling = SamplingParams(
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            max_tokens=rollout.max_tokens,
+            stop=tuple(rollout.stop),
+            seed=config.train.seed,
+        )
+
+    def run(self) -> bool:
+        """Train; returns False if stopped before the last step. A checkpoint is written at the end either way."""
+        config, progress = self.config, self.progress
+        with RunProgress(config.train.steps, progress.step) as display:
+            if progress.step == 0:
+                row = self._evaluate()
+                progress.accuracy_before = row["eval/accuracy"]
+                display.say(f"held-out accuracy before: {row['eval/accuracy']:.3f}")
+            while progress.step < config.train.steps and not self.stop:
+                row = self._step(display)
+                progress.step += 1
+                self._record(progress.step, "train", row)
+                every = config.eval.every
+                if every and progress.step % every == 0 and progress.step < config.train.steps:
+                    self._evaluate()
+                if config.train.checkpoint_every and progress.step % config.train.checkpoint_every == 0:
+                    self._save()
+                display.step(progress.step, _note(row))
+            if progress.step == config.train.steps:
+                row = self._evaluate()
+                display.say(
+                    f"held-out accuracy after: {row['eval/accuracy']:.3f} "
+                    f"[{row['eval/accuracy_low']:.3f}, {row['eval/accuracy_high']:.3f}]"
+                )
+            self._save()
+        return progress.step == config.train.steps
+
+    def summary(self) -> dict[str, object]:
+        """What ``summary.json`` holds, from the metrics of the run."""
+        rows = self.folder.rows()
+        evaluations = [r for r in rows if r["kind"] == "eval"]
+        trained = [r for r in rows if r["kind"] == "train" and "gap/k3_kl" in r]
+        last = evaluations[-1]
+        return {
+            "accuracy_before": self.progress.accuracy_before,
+            "accuracy_after": last["eval/accuracy"],
+            "accuracy_interval": [last["eval/accuracy_low"], last["eval/accuracy_high"]],
+            "steps": self.progress.step,
+            "wall_seconds": self.progress.wall_seconds,
+            "rollout_seconds": self.progress.rollout_seconds,
+            "learner_seconds": self.progress.learner_seconds,
+            "k3_kl": _mean([r["gap/k3_kl"] for r in trained]),
+            "mean_abs_gap": _mean([r["gap/mean_abs"] for r in trained]),
+            "seed": self.config.train.seed,
+            "precision": self.engine.precision.name,
+            "learner_precision": self.learner.parameters.precision.name,
+            "kernels": self.engine.kernels.name,
+            "weight_version": self.progress.version,
+        }
+
+    def _prompts(self, split: str, first: int, count: int) -> list[Prompt]:
+        size = self.environment.size(split)  # type: ignore[arg-type]
+        if split == "eval":
+            total = count if size is None else min(count, size)
+            return [self.environment.prompt("eval", i) for i in range(total)]
+        seed = self.config.train.seed
+        return [self.environment.prompt("train", prompt_index(first + i, size, seed)) for i in range(count)]
+
+    def _step(self, display: RunProgress) -> dict[str, float]:
+        config, progress = self.config, self.progress
+        start = time.perf_counter()
+        count = config.rollout.prompts_per_step
+        prompts = self._prompts("train", progress.step * count, count)
+        generated = self.engine.tokens_generated
+        trajectories = collect(
+            self.engine,
+            self.environment,
+            self.tokenizer,
+            prompts,
+            self.sampling,
+            samples=config.rollout.samples_per_prompt,
+            key=("train", progress.step),
+            max_prompt_tokens=config.env.max_prompt_tokens,
+        )
+        rolled = time.perf_counter()
+        result = self.learner.step(trajectories, progress.step, progress.version)
+        for note in result.warnings:
+            if note not in self._said:
+                self._said.add(note)
+                display.say(f"warning: {note}")
+        learned = time.perf_counter()
+        if result.changed:
+            progress.version += 1
+            self.engine.load_weights(dict(self.learner.parameters.published()), progress.version)
+        published = time.perf_counter()
+        every = config.train.save_trajectories_every
+        if every and progress.step % every == 0:
+            self.folder.save_trajectories(progress.step, map(self._readable, trajectories[:SAVED_TRAJECTORIES]))
+        progress.rollout_seconds += rolled - start
+        progress.learner_seconds += learned - rolled
+        row = result.metrics | _rollout_metrics(trajectories)
+        row |= {
+            "version": float(progress.version),
+            "tokens/rollout": float(self.engine.tokens_generated - generated),
+            "time/rollout": rolled - start,
+            "time/learner": learned - rolled,
+            "time/publish": published - learned,
+            "time/step": time.perf_counter() - start,
+        }
+        return row
+
+    def _evaluate(self) -> dict[str, float]:
+        config = self.config.eval
+        sampling = SamplingParams(**{**asdict(self.sampling), "temperature": config.temperature})
+        row = evaluate(
+            self.engine,
+            self.environment,
+            self.tokenizer,
+            self._prompts("eval", 0, config.prompts),
+            sampling,
+            samples=config.samples,
+            max_prompt_tokens=self.config.env.max_prompt_tokens,
+        )
+        self._record(self.progress.step, "eval", row)
+        return row
+
+    def _record(self, step: int, kind: str, row: dict[str, float]) -> None:
+        self.folder.append({"step": step, "kind": kind, **row})
+        self.tracker.log(row, step)
+
+    def _save(self) -> None:
+        now = time.monotonic()
+        self.progress.wall_seconds += now - self._since
+        self._since = now
+        save_state(self.folder.path / "checkpoints", self.learner, self.progress, self.config.train.keep_checkpoints)
+
+    def _readable(self, t: Trajectory) -> dict[str, object]:
+        return {
+            "group": t.group,
+            "sample": t.sample,
+            "prompt_text": self.tokenizer.decode(t.prompt_ids.tolist()),
+            "response_text": self.tokenizer.decode(t.response_ids.tolist()),
+            "prompt_ids": t.prompt_ids.tolist(),
+            "response_ids": t.response_ids.tolist(),
+            "logprobs": [round(float(x), 6) for x in t.logprobs],
+            "versions": t.versions.tolist(),
+            "reward": t.reward,
+            "correct": bool(t.info.get("correct")),
+            "finish_reason": t.finish_reason,
+            "info": t.info,
+        }
+
+
+def _rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    mean = _mean(rewards)
+    lengths = [len(t.response_ids) for t in trajectories]
+    return {
+        "reward/mean": mean,
+        "reward/std": _mean([(r - mean) ** 2 for r in rewards]) ** 0.5,
+        "reward/failed": float(len(trajectories) - len(rewards)),
+        "accuracy/train": _mean([float(bool(t.info.get("correct"))) for t in trajectories]),
+        "length/mean": _mean([float(n) for n in lengths]),
+        "length/max": float(max(lengths)),
+        "finish/length": _mean([float(t.finish_reason == "length") for t in trajectories]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _note(row: dict[str, float]) -> str:
+    parts = [f"reward {row['reward/mean']:.3f}"]
+    parts += [f"k3 {row['gap/k3_kl']:.1e}"] if "gap/k3_kl" in row else ["no signal"]
+    parts += [f"{row['time/rollout']:.2f}+{row['time/learner']:.2f} s"]
+    return "  ".join(parts)
