@@ -9,11 +9,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include "panels.hpp"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
-
-#define HALFBYTE_INLINE inline __attribute__((always_inline))
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"

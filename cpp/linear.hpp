@@ -26,8 +26,8 @@ struct RowMap {
     int64_t count;
     const int32_t* in;
     const int32_t* out;
-    int64_t input(int64_t i) const { return in ? in[i] : i; }
-    int64_t output(int64_t i) const { return out ? out[i] : i; }
+    HALFBYTE_INLINE int64_t input(int64_t i) const { return in ? in[i] : i; }
+    HALFBYTE_INLINE int64_t output(int64_t i) const { return out ? out[i] : i; }
 };
 
 struct LinearTable {

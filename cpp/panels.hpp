@@ -7,6 +7,9 @@
 
 #include <cstdint>
 
+// Small functions in headers that files of several instruction sets include are always inlined: see dispatch.hpp.
+#define HALFBYTE_INLINE inline __attribute__((always_inline))
+
 namespace halfbyte {
 
 enum class Kind : int { fp32 = 0, bf16 = 1, w4a16 = 2, w4a4 = 3 };
@@ -26,12 +29,12 @@ struct Panels {
     const void* dense;
     const float* bias;  // padded to whole panels, or null
 
-    int64_t panels() const { return (n + kPanel - 1) / kPanel; }
-    int64_t block() const { return format == Format::nvfp4 ? 16 : 32; }
-    int64_t dense_panel_bytes() const { return kind == Kind::fp32 ? k * kPanel * 4 : (k + 1) / 2 * kPanel * 4; }
+    HALFBYTE_INLINE int64_t panels() const { return (n + kPanel - 1) / kPanel; }
+    HALFBYTE_INLINE int64_t block() const { return format == Format::nvfp4 ? 16 : 32; }
+    HALFBYTE_INLINE int64_t dense_panel_bytes() const { return kind == Kind::fp32 ? k * kPanel * 4 : (k + 1) / 2 * kPanel * 4; }
 
     // Expert `e` of a stack of matrices of this shape.
-    Panels expert(int64_t e) const {
+    HALFBYTE_INLINE Panels expert(int64_t e) const {
         Panels p = *this;
         const int64_t first = e * panels();
         if (codes != nullptr) {

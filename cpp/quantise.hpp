@@ -15,7 +15,7 @@ struct Rule {
     float constant = 1.0f;
     bool usual = true;
 
-    int64_t block() const { return format == Format::nvfp4 ? 16 : 32; }
+    HALFBYTE_INLINE int64_t block() const { return format == Format::nvfp4 ? 16 : 32; }
 };
 
 struct QuantiseTable {

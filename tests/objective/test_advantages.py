@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import ConfigError, ShapeError
@@ -45,6 +45,7 @@ def run(rewards, groups, valid=None, method="grpo", **keywords):
 
 @pytest.mark.parametrize("unbiased", [True, False])
 @pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=40)
 @given(samples=st.lists(st.tuples(REWARD, st.sampled_from([7, -3, 40, 2]), st.booleans()), max_size=14))
 def test_every_method_equals_plain_python(method, unbiased, samples):
     rewards, groups, valid = ([s[k] for s in samples] for k in range(3))
@@ -55,6 +56,7 @@ def test_every_method_equals_plain_python(method, unbiased, samples):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_order_of_samples_does_not_matter(method, data):
     samples = data.draw(st.lists(st.tuples(REWARD, st.integers(0, 3), st.booleans()), min_size=1, max_size=12))

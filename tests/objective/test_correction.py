@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import ConfigError, NumericsError, ShapeError
@@ -38,6 +38,7 @@ def batch(tokens):
     )
 
 
+@settings(max_examples=40)
 @given(tokens=TOKENS, cap=st.floats(1, 50))
 def test_token_tis_equals_plain_python(tokens, cap):
     result = TokenTis(cap)(batch(tokens))
@@ -60,6 +61,7 @@ def test_token_tis_counts_what_it_cuts():
 
 
 @EVERY
+@settings(max_examples=40)
 @given(data=st.data())
 def test_order_of_tokens_does_not_matter(name, data):
     tokens = data.draw(TOKENS)
@@ -72,6 +74,7 @@ def test_order_of_tokens_does_not_matter(name, data):
 
 
 @EVERY
+@settings(max_examples=40)
 @given(tokens=TOKENS, bad=st.sampled_from([math.nan, math.inf, -math.inf]))
 def test_masked_tokens_may_hold_anything_and_change_nothing(name, tokens, bad):
     correction = make_correction(name)
@@ -86,6 +89,7 @@ def test_masked_tokens_may_hold_anything_and_change_nothing(name, tokens, bad):
 
 
 @EVERY
+@settings(max_examples=40)
 @given(tokens=TOKENS)
 def test_weights_are_detached_finite_and_not_negative(name, tokens):
     correction = make_correction(name)

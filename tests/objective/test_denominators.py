@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import ConfigError, ShapeError
@@ -21,6 +21,7 @@ def layout(lengths):
 
 
 @pytest.mark.parametrize(("method", "budget"), [("token_mean", None), ("sequence_mean", None), ("constant", 7)])
+@settings(max_examples=40)
 @given(lengths=LENGTHS)
 def test_scale_equals_plain_python(method, budget, lengths):
     counted, index = layout(lengths)
@@ -38,6 +39,7 @@ def test_scale_equals_plain_python(method, budget, lengths):
 
 
 @pytest.mark.parametrize(("method", "budget"), [("token_mean", None), ("sequence_mean", None), ("constant", 7)])
+@settings(max_examples=40)
 @given(lengths=LENGTHS, cut=st.integers(0, 6))
 def test_ranks_add_their_counts(method, budget, lengths, cut):
     counted, index = layout(lengths)

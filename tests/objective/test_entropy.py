@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import ConfigError, NumericsError, ShapeError
@@ -23,6 +23,7 @@ def everything(rows):
     return torch.ones(len(rows), dtype=torch.bool)
 
 
+@settings(max_examples=40)
 @given(rows=ROWS, temperature=st.floats(0.25, 4, width=32), chunk=st.integers(1, 4))
 def test_entropy_equals_plain_python(rows, temperature, chunk):
     result = token_entropy(torch.tensor(rows), everything(rows), temperature=temperature, chunk=chunk)
@@ -78,6 +79,7 @@ def test_wrong_arguments_are_named():
         token_entropy(torch.zeros(2, 3), torch.tensor([True]))
 
 
+@settings(max_examples=40)
 @given(rows=ROWS, cut=st.integers(0, 9))
 def test_statistics_add_up_over_micro_batches(rows, cut):
     entropy = token_entropy(torch.tensor(rows), everything(rows))

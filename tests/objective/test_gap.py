@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import NumericsError, ShapeError
@@ -15,6 +15,7 @@ def metrics_of(values):
     return gap_metrics(torch.tensor(values, dtype=torch.float64), torch.ones(len(values), dtype=torch.bool))
 
 
+@settings(max_examples=40)
 @given(gaps=st.lists(st.floats(-15, 15), min_size=1, max_size=300))
 def test_metrics_equal_plain_python(gaps):
     result = metrics_of(gaps)

@@ -78,7 +78,7 @@ def step(samples, denominator, budget, ratio, *, order=None, junk=(), value=math
         )
         result = policy_loss(tokens, chosen)
         result.loss.backward()
-        losses.append(float(result.loss))
+        losses.append(result.loss.item())
         metrics.append(result.metrics)
     names = {i if ids is None else ids[i]: i for i in order}
     gradient, position = {}, dict.fromkeys(names, 0)

@@ -19,17 +19,17 @@ from halfbyte.objective import (
 )
 
 NAMES = ("logp", "old_logp", "rollout_logp", "advantages", "weights", "reference_logp", "entropy", "scale")
-LOGP = st.floats(-4, 0)
+LOGP = st.floats(-4, 0, width=32)
 TOKEN = st.fixed_dictionaries(
     {
         "logp": LOGP,
         "old_logp": LOGP,
         "rollout_logp": LOGP,
-        "advantages": st.one_of(st.just(0.0), st.floats(-3, 3)),
-        "weights": st.floats(0, 2),
+        "advantages": st.one_of(st.just(0.0), st.floats(-3, 3, width=32)),
+        "weights": st.floats(0, 2, width=32),
         "reference_logp": LOGP,
-        "entropy": st.floats(0, 3),
-        "scale": st.floats(0, 1),
+        "entropy": st.floats(0, 3, width=32),
+        "scale": st.floats(0, 1, width=32),
         "mask": st.booleans(),
         "sequence_index": st.sampled_from([0, 5, 2]),
     }
@@ -239,7 +239,7 @@ def test_missing_tensor_is_named(choice, missing):
         policy_loss(tokens_with_ratio(1.0, 1.0), PolicySettings(**choice))
 
 
-TWO = {name: 0.5 for name in NAMES} | {"mask": True, "sequence_index": 3}
+TWO = dict.fromkeys(NAMES, 0.5) | {"mask": True, "sequence_index": 3}
 
 
 @pytest.mark.parametrize("name", NAMES)

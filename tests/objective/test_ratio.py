@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import ConfigError, ShapeError
@@ -41,6 +41,7 @@ def oracle(tokens, level):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence_sum", "sequence_mean"])
+@settings(max_examples=40)
 @given(tokens=st.lists(TOKEN, max_size=10))
 def test_ratio_equals_plain_python(level, tokens):
     result = importance_ratio(*columns(tokens), level)
@@ -61,6 +62,7 @@ def test_gap_zero_gives_exactly_one():
     assert clamped_exp(torch.zeros(9)).tolist() == [1.0] * 9
 
 
+@settings(max_examples=40)
 @given(a=st.floats(allow_nan=False, width=32), b=st.floats(allow_nan=False, width=32))
 def test_clamped_exp_is_finite_and_monotone(a, b):
     low, high = clamped_exp(torch.tensor([min(a, b), max(a, b)], dtype=torch.float32)).tolist()

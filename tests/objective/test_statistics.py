@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.objective import extreme_of, mean_of, merge, read, total_of
@@ -21,6 +21,7 @@ def statistics(values):
     }
 
 
+@settings(max_examples=40)
 @given(parts=st.lists(st.lists(st.floats(-100, 100, width=32), max_size=6), max_size=5))
 def test_merged_parts_equal_the_whole(parts):
     whole = [value for part in parts for value in part]

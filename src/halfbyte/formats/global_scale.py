@@ -94,13 +94,18 @@ def check_global(global_scale: Tensor, leading: tuple[int, ...], spec: QuantSpec
             where=f"{name}: global scale {tuple(g.shape)}, rows {leading}",
             expected="one value, or one for each row",
         )
-    if g.ndim and spec.scale_rows != 1 and bool((g != g.flatten()[0]).any()):
-        raise ShapeError(f"rows of {name} share block scales, so they need one global scale", where=name)
-    if not bool((torch.isfinite(g) & (g > 0)).all()):
+    if g.ndim and spec.scale_rows != 1:
+        raise ShapeError(
+            f"rows of {name} share block scales, so they cannot have a global scale each",
+            where=f"{name}: global scale {tuple(g.shape)}",
+            expected="one value",
+        )
+    multiplier = multiplier_pair(g, spec)[0]
+    if not bool((torch.isfinite(g) & (g > 0) & (multiplier > 0) & (multiplier <= 2.0**116)).all()):
         raise NumericsError(
-            f"the global scale of {name} is zero, negative, NaN or infinite",
+            f"the global scale of {name} is zero, negative, NaN or out of range",
             where=name,
-            expected="a positive finite number",
+            expected="a positive finite number (as a multiplier at most 2^116, so that 2688 of it is finite)",
             fix="calibrate it, or take it from the tensor (global_scale='tensor' or 'token')",
         )
     return g

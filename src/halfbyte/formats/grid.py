@@ -30,18 +30,11 @@ E4M3_MAX = 448.0
 _SIGNED = torch.tensor([*E2M1_GRID, *(-v for v in E2M1_GRID)], dtype=torch.float32)
 _PAIRS = torch.stack((_SIGNED.repeat(16), _SIGNED.repeat_interleave(16)), dim=1)
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-
-
-def _thresholds(up: tuple[bool, ...]) -> Tensor:
-    # bucketize counts thresholds strictly below the value; moving one down by an ulp sends its tie upwards.
-    points = torch.tensor(_MIDPOINTS, dtype=torch.float32)
-    return torch.where(torch.tensor(up), torch.nextafter(points, torch.zeros(())), points)
-
-
-_THRESHOLDS: dict[Ties, Tensor] = {
-    "even": _thresholds((False, True, False, True, False, True, False)),
-    "toward_zero": _thresholds((False,) * 7),
-    "away": _thresholds((True,) * 7),
+# Whether a value exactly on each midpoint goes up.
+_UP: dict[Ties, tuple[bool, ...]] = {
+    "even": (False, True, False, True, False, True, False),
+    "toward_zero": (False,) * 7,
+    "away": (True,) * 7,
 }
 
 
@@ -50,14 +43,17 @@ def encode_e2m1(z: Tensor, ties: Ties = "even", zero_sign: ZeroSign = "positive"
 
     Returns: uint8 codes 0..15, one per element, shape of ``z``. With ``zero_sign='positive'`` code 8 (-0) never occurs.
     """
-    index = torch.bucketize(z.abs(), _THRESHOLDS[ties], out_int32=True)
+    size = z.abs()
+    index = torch.zeros(z.shape, dtype=torch.uint8)
+    for midpoint, up in zip(_MIDPOINTS, _UP[ties]):
+        index += size >= midpoint if up else size > midpoint
     if zero_sign == "nonpositive":
         sign = z <= 0
     else:
         sign = torch.signbit(z) if zero_sign == "keep" else z < 0
     if zero_sign == "positive":
         sign = sign & (index != 0)
-    return (index + sign * 8).to(torch.uint8)
+    return index | (sign.to(torch.uint8) << 3)
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:

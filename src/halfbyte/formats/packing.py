@@ -12,8 +12,11 @@ __all__ = ["pack_codes", "unpack_codes"]
 def pack_codes(codes: Tensor) -> Tensor:
     """uint8 codes 0..15 [..., K] to packed uint8 [..., K/2]. An odd K is a :class:`ShapeError`."""
     if codes.shape[-1] % 2:
-        raise ShapeError("cannot pack an odd number of 4-bit codes", where=f"codes {tuple(codes.shape)}",
-                         expected="an even last dimension")
+        raise ShapeError(
+            "cannot pack an odd number of 4-bit codes",
+            where=f"codes {tuple(codes.shape)}",
+            expected="an even last dimension",
+        )
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 

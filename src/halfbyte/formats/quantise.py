@@ -15,9 +15,10 @@ from halfbyte.formats.packing import pack_codes
 from halfbyte.formats.spec import QuantSpec
 from halfbyte.formats.tensor import QuantTensor
 
-__all__ = ["Tiles", "check_input", "fits", "quantise", "split_tiles"]
+__all__ = ["Tiles", "check_input", "fits", "join_tiles", "quantise", "split_tiles"]
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LIMIT = 2.0**126  # above it, rounding up to the next representable value could overflow float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,8 @@ def fits(shape: tuple[int, ...], spec: QuantSpec) -> bool:
 
 
 def check_input(x: Tensor, spec: QuantSpec, name: str) -> None:
-    """ShapeError for a shape that cuts a block (torchao #3233), NumericsError for NaN, infinity or another dtype."""
+    """ShapeError for a shape that cuts a block (torchao #3233), NumericsError for NaN, infinity,
+    a magnitude above 2^126 or another dtype."""
     if x.dtype not in _INPUT_DTYPES:
         raise NumericsError(f"{name} has dtype {x.dtype}", where=name, expected="float32, bfloat16 or float16")
     if not fits(tuple(x.shape), spec):
@@ -61,18 +63,24 @@ def check_input(x: Tensor, spec: QuantSpec, name: str) -> None:
             expected=f"a last dimension divisible by {spec.block}{rows} ({spec.format})",
             fix="keep this tensor in BF16",
         )
-    if not bool(torch.isfinite(x).all()):
-        bad = int((~torch.isfinite(x)).sum())
-        raise NumericsError(f"{name} holds NaN or infinity", where=f"{name}: {bad} of {x.numel()} elements",
-                            expected="finite numbers")
+    if x.numel() and not float(x.abs().amax()) <= _LIMIT:  # NaN fails the comparison too
+        bad = int((~(x.abs() <= _LIMIT)).sum())
+        raise NumericsError(
+            f"{name} holds NaN, infinity or a magnitude above 2^126",
+            where=f"{name}: {bad} of {x.numel()} elements",
+            expected="finite numbers",
+        )
 
 
 def split_tiles(x: Tensor, spec: QuantSpec, global_scale: Tensor | None, name: str) -> Tiles:
-    """Check the input, cut it into tiles and settle the global scale."""
+    """Check the input, cut it into tiles and settle the global scale. Errors as in :func:`quantise`."""
     check_input(x, spec, name)
-    tiles = x.unflatten(-1, (x.shape[-1] // spec.block, spec.block))
-    if spec.scale_rows != 1:
-        tiles = tiles.unflatten(-3, (x.shape[-2] // spec.scale_rows, spec.scale_rows)).transpose(-3, -2).flatten(-2)
+    blocks = x.shape[-1] // spec.block
+    if spec.scale_rows == 1:
+        tiles = x.reshape(*x.shape[:-1], blocks, spec.block)
+    else:
+        rows = spec.scale_rows
+        tiles = x.reshape(*x.shape[:-2], x.shape[-2] // rows, rows, blocks, spec.block).transpose(-3, -2).flatten(-2)
     amax = tiles.abs().amax(-1)
     if global_scale is not None:
         stored = check_global(global_scale, tuple(x.shape[:-1]), spec, name)
@@ -82,7 +90,7 @@ def split_tiles(x: Tensor, spec: QuantSpec, global_scale: Tensor | None, name: s
         stored = stored_global(amax.amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1]), spec)
     else:
         stored = stored_global(amax.amax() if amax.numel() else x.new_zeros(()), spec)
-    g, inverse = multiplier_pair(stored if spec.scale_rows == 1 or not stored.ndim else stored.flatten()[0], spec)
+    g, inverse = multiplier_pair(stored, spec)
     if g.ndim:
         g, inverse = g.unsqueeze(-1), inverse.unsqueeze(-1)
     return Tiles(tiles.to(torch.float32), amax, stored, g, inverse)
@@ -91,9 +99,9 @@ def split_tiles(x: Tensor, spec: QuantSpec, global_scale: Tensor | None, name: s
 def join_tiles(codes: Tensor, scales: Tensor, tiles: Tiles, spec: QuantSpec, shape: tuple[int, ...]) -> QuantTensor:
     """A QuantTensor from codes [..., blocks, elements] and scale bytes [..., blocks] in the layout of ``tiles``."""
     if spec.scale_rows != 1:
-        codes = codes.unflatten(-1, (spec.scale_rows, spec.block)).transpose(-3, -2).flatten(-4, -3)
+        codes = codes.reshape(*codes.shape[:-1], spec.scale_rows, spec.block).transpose(-3, -2)
         scales = scales.repeat_interleave(spec.scale_rows, dim=-2)
-    return QuantTensor(pack_codes(codes.flatten(-2)), scales, tiles.stored, spec, shape)
+    return QuantTensor(pack_codes(codes.reshape(shape)), scales, tiles.stored, spec, shape)
 
 
 def _round(z: Tensor, spec: QuantSpec) -> Tensor:
@@ -134,7 +142,7 @@ def quantise(x: Tensor, spec: QuantSpec, *, global_scale: Tensor | None = None, 
 
     Raises:
         ShapeError: K is not a multiple of ``spec.block`` (or rows of 16 for 2-D scales), or the global scale misfits.
-        NumericsError: NaN or infinity in x, or a global scale that is not positive and finite.
+        NumericsError: NaN, infinity or a magnitude above 2^126 in x, or a global scale that is not positive and finite.
     """
     tiles = split_tiles(x, spec, global_scale, name)
     if spec.format == "mxfp4":

@@ -59,10 +59,10 @@ class QuantSpec:
         element_scale: fp32 order of the element before rounding, with s the E4M3 scale: ``divide_product`` x / (s * g);
             ``reciprocal_global`` x * (g' / s); ``reciprocal_product`` x * (1 / (g * s)); ``divide_ratio`` x / (s / g').
         ties: E2M1 rounding of a value halfway between two grid points: to the ``even`` code, ``toward_zero``, ``away``.
-        zero_sign: which values that round to zero get code 8 (-0) instead of code 0: none (``positive``), those with the
-            sign bit (``keep``), those < 0 (``negative``), those <= 0 (``nonpositive``: even +0).
-        overflow: a value beyond the grid (a block whose scale was rounded down a lot) is written as 6 (``saturate``), or
-            as code 8 from 7 upwards (``wrap``: what fouroversix 1.0.5 does; kept to reproduce it, never a good choice).
+        zero_sign: which values that round to zero get code 8 (-0) instead of code 0: none (``positive``), those with
+            the sign bit (``keep``), those < 0 (``negative``), those <= 0 (``nonpositive``: even +0).
+        overflow: a value beyond the grid (a block whose scale was rounded down a lot) is written as 6 (``saturate``),
+            or as code 8 from 7 upwards (``wrap``: what fouroversix 1.0.5 does; here only to reproduce it).
         four_over_six: ``none``, or ``mse``: per block, map amax to 4 instead of 6 when that lowers the squared error
             (arXiv 2512.02010).
         mx_scale: E8M0 exponent rule, see :func:`halfbyte.formats.block_scale.e8m0_bytes`.
@@ -95,17 +95,23 @@ class QuantSpec:
         for key, allowed in _CHOICES.items():
             if getattr(self, key) not in allowed:
                 self._reject(f"field {key!r} is {getattr(self, key)!r}", "one of " + ", ".join(map(repr, allowed)))
-        for key, low, high in (("constant", 2.0**-126, 2.0**120), ("scale_max", 2.0**-9, 448.0)):
+        for key, low, high in (("constant", 2.0**-126, 2.0**116), ("scale_max", 2.0**-9, 448.0)):
             if not low <= getattr(self, key) <= high:
                 self._reject(f"field {key!r} is {getattr(self, key)!r}", f"a number from {low} to {high}")
         for key in ("scale_floor", "zero_scale"):
             if not 0.0 <= getattr(self, key) <= 448.0:
                 self._reject(f"field {key!r} is {getattr(self, key)!r}", "a number from 0 to 448")
-        if self.format == "mxfp4" and (self.global_scale != "none" or self.scale_rows != 1 or self.four_over_six != "none"):
-            self._reject("MXFP4 has neither a global scale nor 2-D scales nor four-over-six",
-                         "global_scale='none', scale_rows=1, four_over_six='none'")
+        if self.format == "mxfp4" and (
+            self.global_scale != "none" or self.scale_rows != 1 or self.four_over_six != "none"
+        ):
+            self._reject(
+                "MXFP4 has neither a global scale nor 2-D scales nor four-over-six",
+                "global_scale='none', scale_rows=1, four_over_six='none'",
+            )
         if self.scale_rows != 1 and self.global_scale == "token":
-            self._reject("rows that share block scales cannot have a global scale each", "global_scale other than 'token'")
+            self._reject(
+                "rows that share block scales cannot have a global scale each", "global_scale other than 'token'"
+            )
 
     def _reject(self, what: str, expected: str) -> None:
         raise ConfigError(f"QuantSpec: {what}", where=f"spec {self.name!r}", expected=expected)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from halfbyte.errors import CheckpointError
 from halfbyte.formats.global_scale import multiplier_pair
 from halfbyte.formats.grid import decode_e4m3, decode_e8m0, decode_packed
 from halfbyte.formats.spec import QuantSpec
+from halfbyte.formats.validate import validate_parts
 
-__all__ = ["QuantTensor", "dequantise"]
+__all__ = ["QuantTensor", "dequantise", "validate"]
+
+_PARTS = ("codes", "scales", "global_scale")
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +26,7 @@ class QuantTensor:
 
     Arguments:
         codes: uint8 [..., K/2], two E2M1 codes a byte, low nibble = even element.
-        scales: uint8 [..., K/block], E4M3 (NVFP4) or E8M0 (MXFP4) bytes.
+        scales: uint8 [..., K/block], E4M3 (NVFP4) or E8M0 (MXFP4) bytes; a 2-D scale is repeated for each of its rows.
         global_scale: float32, shape () or the leading shape [...] (one per row), stored in ``spec.global_convention``.
         spec: the choices that made it.
         shape: logical shape.
@@ -49,14 +55,59 @@ class QuantTensor:
         """See :func:`dequantise`."""
         return dequantise(self, dtype)
 
+    def check(self, name: str = "tensor") -> QuantTensor:
+        """See :func:`validate`."""
+        return validate(self, name)
+
+    def to_tensors(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What a safetensors file stores: tensors ``name.codes``, ``name.scales``, ``name.global_scale`` and a metadata
+        entry ``name`` with the spec and the logical shape as JSON."""
+        metadata = json.dumps({"spec": self.spec.to_json(), "shape": list(self.shape)}, sort_keys=True)
+        return {f"{name}.{part}": getattr(self, part).contiguous() for part in _PARTS}, {name: metadata}
+
+    @staticmethod
+    def from_tensors(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> QuantTensor:
+        """Inverse of :meth:`to_tensors`; checks everything :func:`validate` checks.
+
+        Raises: CheckpointError when a part or the metadata is missing or unreadable; the errors of :func:`validate`.
+        """
+        missing = [f"{name}.{part}" for part in _PARTS if f"{name}.{part}" not in tensors]
+        if missing or name not in metadata:
+            raise CheckpointError(
+                f"{name} is incomplete",
+                where=", ".join(missing) or f"metadata entry {name!r}",
+                expected=f"tensors {name}.codes, {name}.scales, {name}.global_scale and a metadata entry {name!r}",
+            )
+        try:
+            record = json.loads(metadata[name])
+            spec, shape = record["spec"], tuple(int(n) for n in record["shape"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the metadata of {name} cannot be read", where=str(error), expected="JSON with 'spec' and 'shape'"
+            ) from error
+        codes, scales, global_scale = (tensors[f"{name}.{part}"] for part in _PARTS)
+        return QuantTensor(codes, scales, global_scale, QuantSpec.from_json(spec), shape).check(name)
+
 
 def dequantise(q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values [shape]: fp32 (grid[code] * scale) * global, then one cast to ``dtype``.
+    """Values [shape]: fp32 (grid[code] * scale) * g, then one cast to ``dtype``.
 
     grid * scale has at most 6 significant bits, so it is exact; with a power-of-two global scale the value is exact in
     BF16 as well.
     """
-    values = decode_packed(q.codes).unflatten(-1, (q.scales.shape[-1], q.spec.block))
-    values = (values * q.scale_values().unsqueeze(-1)).flatten(-2)
+    values = decode_packed(q.codes).reshape(*q.scales.shape, q.spec.block)
+    values = (values * q.scale_values().unsqueeze(-1)).reshape(q.shape)
     g = q.multiplier()
     return (values * (g.unsqueeze(-1) if g.ndim else g)).to(dtype)
+
+
+def validate(q: QuantTensor, name: str = "tensor") -> QuantTensor:
+    """Return q, or refuse one that no quantiser of ours can have written.
+
+    Raises:
+        ShapeError: parts that do not fit the logical shape, or a shape that cuts a block.
+        NumericsError: wrong dtypes; scales with the sign bit set; NaN scales; a global scale that is negative, not
+            finite, or zero although some value is not.
+    """
+    validate_parts(q.codes, q.scales, q.global_scale, q.spec, q.shape, name)
+    return q

@@ -26,6 +26,7 @@ __all__ = [
     "check_kind",
     "check_routing",
     "experts_shape",
+    "matrix_shape",
     "row_global_scale",
 ]
 
@@ -198,6 +199,17 @@ def check_input(x: Tensor, k: int, name: str) -> None:
     """
     if x.dim() != 2 or x.shape[1] != k or x.dtype != torch.float32:
         raise ShapeError(f"the input is {x.dtype} {tuple(x.shape)}", where=name, expected=f"float32 [M, {k}]")
+
+
+def matrix_shape(shape: Sequence[int], name: str) -> tuple[int, int]:
+    """``(N, K)`` of a matrix.
+
+    Raises:
+        ShapeError: another number of dimensions.
+    """
+    if len(shape) != 2:
+        raise ShapeError(f"the weight has shape {tuple(shape)}", where=name, expected="[N, K]")
+    return shape[0], shape[1]
 
 
 def experts_shape(gate_up: Sequence[int], down: Sequence[int], name: str) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""What a model is made of: one record of sizes and switches for every family we run, read from and written to config.json.
+"""What a model is made of: one record of sizes and switches for every family we run, to and from config.json.
 
 The names and shapes that follow from it are in :mod:`halfbyte.models.parameter_names` and importable from here.
 """

@@ -114,12 +114,12 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     except OSError as error:
         raise CheckpointError(f"cannot read the tensor file: {error.strerror}", where=str(path)) from error
     start = 8 + header_length
+    if not raw.startswith(b"{"):
+        raise _bad(path, "the header is not an object")
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:  # RecursionError: a hostile header of nested brackets
         raise _bad(path, f"the header is not valid JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise _bad(path, "the header is not an object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(not isinstance(value, str) for value in metadata.values()):
         raise _bad(path, "__metadata__ is not a table of strings")

@@ -15,7 +15,6 @@ The bias, if any, is added last in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,13 +22,14 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ShapeError
-from halfbyte.formats import QuantSpec, QuantTensor, decode_e2m1, dequantise, quantise, unpack_codes
+from halfbyte.formats import QuantSpec, QuantTensor, decode_e2m1, quantise, unpack_codes
 from halfbyte.kernels.weights import (
     LinearKind,
     PackedLinear,
     check_bias,
     check_input,
     check_kind,
+    matrix_shape,
     row_global_scale,
 )
 
@@ -53,7 +53,7 @@ class RowStore:
     def dequantised(self) -> Tensor:
         """float32 ``[N, K]`` including the global scale."""
         if self.quantised is not None:
-            return dequantise(self.quantised)
+            return self.columns.t() * self.row_multiplier.unsqueeze(-1)
         assert self.dense is not None
         return self.dense.to(torch.float32)
 
@@ -130,13 +130,6 @@ def pack_linear(
         store=store,
         name=name,
     )
-
-
-def matrix_shape(shape: Sequence[int], name: str) -> tuple[int, int]:
-    """``(N, K)`` of a matrix, else a :class:`ShapeError`."""
-    if len(shape) != 2:
-        raise ShapeError(f"the weight has shape {tuple(shape)}", where=name, expected="[N, K]")
-    return shape[0], shape[1]
 
 
 def matrix_product(x: Tensor, store: RowStore, kind: LinearKind, activation_spec: QuantSpec | None, name: str) -> Tensor:

@@ -1,0 +1,69 @@
+// Paged attention and its pages: the table of one instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "dispatch.hpp"
+
+namespace halfbyte {
+
+enum class KvKind : int { fp32 = 0, bf16 = 1, fp4 = 2 };
+
+constexpr int64_t kTile = 16;  // keys that are processed together
+
+// The page arrays of one layer (layout: halfbyte/kernels/kv.py). Members are always inlined: see dispatch.hpp.
+struct KvPages {
+    KvKind kind;
+    int64_t pages, page_size, heads, width;
+    void *k, *v;
+    uint8_t *k_scales, *v_scales;
+    float global;
+
+    [[gnu::always_inline]] int64_t tiles_per_page() const { return page_size / kTile; }
+    [[gnu::always_inline]] int64_t tile_index(int64_t page, int64_t head, int64_t tile) const { return (page * heads + head) * tiles_per_page() + tile; }
+    [[gnu::always_inline]] int64_t tile_bytes() const { return kTile * width * (kind == KvKind::fp32 ? 4 : 2) / (kind == KvKind::fp4 ? 4 : 1); }
+    template <class T>
+    [[gnu::always_inline]] T* tile_at(void* array, int64_t index) const {
+        return reinterpret_cast<T*>(static_cast<char*>(array) + index * tile_bytes());
+    }
+};
+
+// Sizes in an item's scratch: queries, accumulators and value weights; a strip of scores; a tile of probabilities and of values.
+constexpr int64_t scratch_floats(int64_t rows, int64_t width) {
+    const int64_t padded = (width + 15) / 16 * 16;
+    return rows * (3 * padded + 5 * kTile + 3) + kTile * padded;
+}
+
+struct AttentionInput {
+    const float* q;  // [T, heads, width]
+    float* out;
+    int64_t heads;
+    KvPages kv;
+    const int32_t* page_table;  // [S, pages_per_sequence]
+    int64_t pages_per_sequence;
+    float scale;
+};
+
+// Queries first .. first + count of one sequence and the heads that share one kv head. The first query sees `visible` keys.
+struct AttentionItem {
+    int32_t sequence, kv_head;
+    int64_t first, count, visible;
+};
+
+struct AttentionTable {
+    // `rows` is the largest count * heads / kv heads of an item; `scratch` holds scratch_floats(rows, width).
+    void (*attend)(const AttentionInput&, const AttentionItem* items, int64_t count, float* scratch, int64_t rows);
+};
+
+extern const AttentionTable attention_generic;
+#ifdef HALFBYTE_X86
+extern const AttentionTable attention_avx2;
+extern const AttentionTable attention_avx512;
+#endif
+
+const AttentionTable& attention_table(Isa isa);
+
+// Writes rows k, v [count, heads, width]; false (and nothing written) for NaN, infinity, a repeated slot or one outside the pages.
+bool store_rows(Isa isa, const KvPages& kv, const float* k, const float* v, const int64_t* slots, int64_t count);
+
+}  // namespace halfbyte

@@ -1,0 +1,188 @@
+#include "linear.hpp"
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "registers.hpp"
+#include "scalar.hpp"
+#include "threads.hpp"
+
+namespace nb = nanobind;
+
+namespace halfbyte {
+namespace {
+
+constexpr uint32_t kInfinity = 0x7F800000u;
+
+int64_t row_grain(int64_t k) { return std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(1, k)); }
+
+template <class T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+int64_t linear(Isa isa, const Panels& w, const PreparedRows& x, int64_t rows, float* out) {
+    if (x.bad_row() >= 0) return x.bad_row();
+    const RowMap map{rows, nullptr, nullptr};
+    parallel_for(w.panels(), panel_grain(w, rows),
+                 [&](int64_t first, int64_t last) { x.multiply(w, first, last, map, out, w.n); });
+    (void)isa;
+    return -1;
+}
+
+// Row-major codes [n, k/2] and scales [n, k/block] into panels, or back. Padding rows are zero.
+void pack_codes(const uint8_t* codes, const uint8_t* scales, int64_t n, int64_t k, int64_t block, uint8_t* out_codes, uint8_t* out_scales) {
+    const int64_t panels = (n + kPanel - 1) / kPanel, groups = k / 16, blocks = k / block;
+    parallel_for(panels, std::max<int64_t>(1, (1 << 14) / k), [&](int64_t first, int64_t last) {
+        for (int64_t p = first; p < last; ++p) {
+            uint8_t* to = out_codes + p * groups * kGroupBytes;
+            uint8_t* to_scale = out_scales + p * blocks * kPanel;
+            for (int64_t r = 0; r < kPanel; ++r) {
+                const int64_t row = p * kPanel + r;
+                for (int64_t g = 0; g < groups; ++g) {
+                    uint8_t code[16] = {};
+                    if (row < n) {
+                        const uint8_t* from = codes + row * (k / 2) + g * 8;
+                        for (int i = 0; i < 8; ++i) {
+                            code[2 * i] = from[i] & 15;
+                            code[2 * i + 1] = from[i] >> 4;
+                        }
+                    }
+                    for (int run = 0; run < 2; ++run)
+                        for (int t = 0; t < 4; ++t)
+                            to[g * kGroupBytes + run * 64 + r * 4 + t] =
+                                static_cast<uint8_t>(code[run * 8 + t] | (code[run * 8 + 4 + t] << 4));
+                }
+                for (int64_t b = 0; b < blocks; ++b) to_scale[b * kPanel + r] = row < n ? scales[row * blocks + b] : 0;
+            }
+        }
+    });
+}
+
+void unpack_codes(const uint8_t* codes, const uint8_t* scales, int64_t n, int64_t k, int64_t block, uint8_t* out_codes, uint8_t* out_scales) {
+    const int64_t groups = k / 16, blocks = k / block;
+    for (int64_t row = 0; row < n; ++row) {
+        const int64_t p = row / kPanel, r = row % kPanel;
+        for (int64_t g = 0; g < groups; ++g) {
+            uint8_t code[16];
+            for (int run = 0; run < 2; ++run) {
+                for (int t = 0; t < 4; ++t) {
+                    const uint8_t both = codes[(p * groups + g) * kGroupBytes + run * 64 + r * 4 + t];
+                    code[run * 8 + t] = both & 15;
+                    code[run * 8 + 4 + t] = both >> 4;
+                }
+            }
+            uint8_t* to = out_codes + row * (k / 2) + g * 8;
+            for (int i = 0; i < 8; ++i) to[i] = static_cast<uint8_t>(code[2 * i] | (code[2 * i + 1] << 4));
+        }
+        for (int64_t b = 0; b < blocks; ++b) out_scales[row * blocks + b] = scales[(p * blocks + b) * kPanel + r];
+    }
+}
+
+}  // namespace
+
+const LinearTable& linear_table(Isa isa) {
+#ifdef HALFBYTE_X86
+    if (isa == Isa::avx512) return linear_avx512;
+    if (isa == Isa::avx2) return linear_avx2;
+#endif
+    (void)isa;
+    return linear_generic;
+}
+
+int64_t panel_grain(const Panels& w, int64_t rows) {
+    // Rough cycles of one panel: a pass over its weights, and the arithmetic of every row.
+    const double row = w.kind == Kind::w4a4 ? 0.25 : w.kind == Kind::fp32 ? 4.0 : 1.0;
+    const double cycles = static_cast<double>(w.k) * (0.5 + row * static_cast<double>(rows));
+    return std::max<int64_t>(1, static_cast<int64_t>(40000.0 / std::max(1.0, cycles)));
+}
+
+PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x, int64_t rows, int64_t k) : table_(linear_table(isa)) {
+    if (kind == Kind::fp32) {
+        x_ = x;
+        return;
+    }
+    if (kind != Kind::w4a4) {
+        scratch_.emplace_back(rows * k * 4);
+        float* rounded = scratch_.back().as<float>();
+        parallel_for(rows, row_grain(k),
+                     [&](int64_t begin, int64_t end) { table_.round_bf16(x + begin * k, (end - begin) * k, rounded + begin * k); });
+        x_ = rounded;
+        return;
+    }
+    const QuantiseTable& quantise = quantise_table(isa);
+    const int64_t block = rule->block(), stride = k / block * activation_block_bytes(block);
+    scratch_.emplace_back(rows * stride);
+    scratch_.emplace_back(rows * 4);
+    uint8_t* data = scratch_[0].as<uint8_t>();
+    float* global = scratch_[1].as<float>();
+    std::atomic<int64_t> bad{rows};
+    parallel_for(rows, row_grain(k), [&](int64_t begin, int64_t end) {
+        const Scratch codes(k / 2), scales(k / block);
+        for (int64_t r = begin; r < end; ++r) {
+            const uint32_t amax = quantise.amax_bits(x + r * k, false, k);
+            if (amax >= kInfinity) {
+                int64_t seen = bad.load();
+                while (r < seen && !bad.compare_exchange_weak(seen, r)) {
+                }
+                return;
+            }
+            global[r] = rule->mode == 1 ? usual_global(scalar::from_bits(amax)) : rule->constant;
+            quantise.row(x + r * k, false, k, global[r], codes.as<uint8_t>(), scales.as<uint8_t>());
+            table_.expand(rule->format, codes.as<uint8_t>(), scales.as<uint8_t>(), 1, k, data + r * stride);
+        }
+    });
+    if (bad < rows) bad_row_ = bad;
+    rows_ = {data, stride, global};
+}
+
+PreparedRows::PreparedRows(Isa isa, Format format, const uint8_t* codes, const uint8_t* scales, const float* global, int64_t rows, int64_t k)
+    : table_(linear_table(isa)) {
+    const int64_t block = format == Format::nvfp4 ? 16 : 32, stride = k / block * activation_block_bytes(block);
+    scratch_.emplace_back(rows * stride);
+    table_.expand(format, codes, scales, rows, k, scratch_[0].as<uint8_t>());
+    rows_ = {scratch_[0].as<uint8_t>(), stride, global};
+}
+
+void PreparedRows::multiply(const Panels& w, int64_t first, int64_t last, const RowMap& map, float* out, int64_t stride) const {
+    if (w.kind == Kind::w4a4) {
+        table_.w4a4(w, first, last, rows_, map, out, stride);
+    } else {
+        table_.dense(w, first, last, x_, map, out, stride);
+    }
+}
+
+void register_linear(nb::module_& m) {
+    nb::class_<Panels>(m, "Panels", "Addresses of one packed matrix or of a stack of them; the Python store keeps the memory alive.")
+        .def("__init__", [](Panels* self, int kind, int format, int64_t n, int64_t k, uintptr_t codes, uintptr_t scales,
+                            uintptr_t row_scale, uintptr_t dense, uintptr_t bias) {
+            new (self) Panels{static_cast<Kind>(kind), static_cast<Format>(format), n, k, at<const uint8_t>(codes),
+                              at<const uint8_t>(scales), at<const float>(row_scale), at<const void>(dense), at<const float>(bias)};
+        })
+        .def("expert", &Panels::expert, nb::arg("index"), "The view of one matrix of a stack.");
+    m.def("linear", [](int isa, const Panels& w, const Rule* rule, uintptr_t x, int64_t rows, uintptr_t out) {
+        nb::gil_scoped_release free;
+        const Isa set = usable_isa(isa);
+        return linear(set, w, PreparedRows(set, w.kind, rule, at<const float>(x), rows, w.k), rows, at<float>(out));
+    }, nb::arg("isa"), nb::arg("w"), nb::arg("rule").none(), nb::arg("x"), nb::arg("rows"), nb::arg("out"));
+    m.def("linear_codes",
+          [](int isa, const Panels& w, uintptr_t codes, uintptr_t scales, uintptr_t global, int64_t rows, uintptr_t out) {
+              nb::gil_scoped_release free;
+              const Isa set = usable_isa(isa);
+              const PreparedRows x(set, w.format, at<const uint8_t>(codes), at<const uint8_t>(scales), at<const float>(global), rows, w.k);
+              return linear(set, w, x, rows, at<float>(out));
+          });
+    m.def("pack_codes", [](uintptr_t codes, uintptr_t scales, int64_t n, int64_t k, int64_t block, uintptr_t out_codes, uintptr_t out_scales) {
+        nb::gil_scoped_release free;
+        pack_codes(at<const uint8_t>(codes), at<const uint8_t>(scales), n, k, block, at<uint8_t>(out_codes), at<uint8_t>(out_scales));
+    });
+    m.def("unpack_codes", [](uintptr_t codes, uintptr_t scales, int64_t n, int64_t k, int64_t block, uintptr_t out_codes, uintptr_t out_scales) {
+        nb::gil_scoped_release free;
+        unpack_codes(at<const uint8_t>(codes), at<const uint8_t>(scales), n, k, block, at<uint8_t>(out_codes), at<uint8_t>(out_scales));
+    });
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,27 @@
+// RMSNorm, rotary embedding and SwiGLU: the table of one instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "dispatch.hpp"
+
+namespace halfbyte {
+
+struct NormTable {
+    void (*rms_norm)(const float* x, const float* weight, double eps, int64_t rows, int64_t width, float* out);
+    // x [rows, heads, width]; positions must lie in the tables [P, width / 2].
+    void (*rope)(const float* x, const int64_t* positions, const float* cos, const float* sin, int64_t rows, int64_t heads,
+                 int64_t width, float* out);
+    // gate_up [rows, 2 width], gate first.
+    void (*swiglu)(const float* gate_up, int64_t rows, int64_t width, float* out);
+};
+
+extern const NormTable norm_generic;
+#ifdef HALFBYTE_X86
+extern const NormTable norm_avx2;
+extern const NormTable norm_avx512;
+#endif
+
+const NormTable& norm_table(Isa isa);
+
+}  // namespace halfbyte

@@ -1,0 +1,178 @@
+"""Native matrix products: packing into panels, and the call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte import formats
+from halfbyte.errors import ShapeError
+from halfbyte.formats import QuantSpec, QuantTensor
+from halfbyte.kernels import _native
+from halfbyte.kernels.native.quantise import quantise, rule_of
+from halfbyte.kernels.weights import (
+    LinearKind,
+    PackedLinear,
+    check_bias,
+    check_input,
+    check_kind,
+    matrix_shape,
+    row_global_scale,
+)
+
+__all__ = ["PanelStore", "linear", "pack_linear", "pack_stack"]
+
+_KINDS: dict[str, int] = {"fp32": 0, "bf16": 1, "w4a16": 2, "w4a4": 3}
+_PANEL = 16
+
+
+@dataclass(frozen=True, eq=False)
+class PanelStore:
+    """One matrix ``[n, k]``, or a stack of them, in panels of 16 rows (layout: ``cpp/panels.hpp``).
+
+    Arguments:
+        view: what the kernels read: addresses into the tensors below.
+        kind: as in ``PackedLinear``.
+        stack: how many matrices, or None for one matrix.
+        n, k: outputs and inputs of each.
+        codes, scales: FP4 codes and block scales in panels (FP4 kinds).
+        row_scale: global scale of every row as a multiplier, float32, padded (FP4 kinds).
+        dense: the weight in panels (fp32, bf16).
+        bias: float32, padded to whole panels, or None.
+        spec: the rule of the codes.
+    """
+
+    view: _native.Panels
+    kind: LinearKind
+    stack: int | None
+    n: int
+    k: int
+    codes: Tensor | None
+    scales: Tensor | None
+    row_scale: Tensor | None
+    dense: Tensor | None
+    bias: Tensor | None
+    spec: QuantSpec | None
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes, padding included."""
+        return sum(t.nbytes for t in (self.codes, self.scales, self.row_scale, self.dense) if t is not None)
+
+    def dequantised(self) -> Tensor:
+        """float32 ``[n, k]`` or ``[stack, n, k]``, including the global scale."""
+        count, panels = self.stack or 1, -(-self.n // _PANEL)
+        if self.dense is not None:
+            wide = self.dense.to(torch.float32)
+            step = 1 if self.kind == "fp32" else 2
+            rows = wide.view(count, panels, -1, _PANEL, step).permute(0, 1, 3, 2, 4).reshape(count, panels * _PANEL, -1)
+            values = rows[:, : self.n, : self.k]
+        else:
+            assert self.codes is not None and self.scales is not None and self.row_scale is not None and self.spec is not None
+            codes = torch.empty(count, self.n, self.k // 2, dtype=torch.uint8)
+            scales = torch.empty(count, self.n, self.k // self.spec.block, dtype=torch.uint8)
+            for e in range(count):
+                _native.unpack_codes(
+                    self.codes[e].data_ptr(), self.scales[e].data_ptr(), self.n, self.k, self.spec.block,
+                    codes[e].data_ptr(), scales[e].data_ptr(),
+                )  # fmt: skip
+            g = self.row_scale.view(count, -1)[:, : self.n]
+            spec = self.spec.replace(global_convention="multiplier")
+            values = formats.dequantise(QuantTensor(codes, scales, g, spec, (count, self.n, self.k)))
+        return values.contiguous() if self.stack is not None else values[0].contiguous()
+
+
+def pack_stack(
+    weight: Tensor | QuantTensor, kind: LinearKind, stacked: bool, bias: Tensor | None, spec: QuantSpec | None
+) -> PanelStore:
+    """Packs ``[n, k]``, or ``[stack, n, k]`` when ``stacked``; FP4 kinds take codes, the others a tensor."""
+    n, k = weight.shape[-2:]
+    count = weight.shape[0] if stacked else 1
+    panels = -(-n // _PANEL)
+    padded_bias = None if bias is None else torch.nn.functional.pad(bias, (0, panels * _PANEL - n))
+    codes = scales = row_scale = dense = None
+    if isinstance(weight, QuantTensor):
+        block = weight.spec.block
+        codes = torch.empty(count, panels, k // 16, 128, dtype=torch.uint8)
+        scales = torch.empty(count, panels, k // block, _PANEL, dtype=torch.uint8)
+        rows = weight.codes.reshape(count, n, k // 2).contiguous()
+        row_scales = weight.scales.reshape(count, n, k // block).contiguous()
+        for e in range(count):
+            _native.pack_codes(
+                rows[e].data_ptr(), row_scales[e].data_ptr(), n, k, block, codes[e].data_ptr(), scales[e].data_ptr()
+            )
+        g = row_global_scale(weight.multiplier(), weight.shape[:-1]).view(count, n)
+        row_scale = torch.nn.functional.pad(g, (0, panels * _PANEL - n)).reshape(-1).contiguous()
+    else:
+        step = 1 if kind == "fp32" else 2
+        cast = weight.detach().to(torch.float32 if kind == "fp32" else torch.bfloat16).reshape(count, n, k)
+        full = torch.nn.functional.pad(cast, (0, -k % step, 0, panels * _PANEL - n))
+        dense = full.view(count, panels, _PANEL, -1, step).permute(0, 1, 3, 2, 4).contiguous()
+    view = _native.Panels(
+        _KINDS[kind],
+        1 if spec is not None and spec.format == "mxfp4" else 0,
+        n,
+        k,
+        *(0 if t is None else t.data_ptr() for t in (codes, scales, row_scale, dense, padded_bias)),
+    )
+    return PanelStore(
+        view, kind, count if stacked else None, n, k, codes, scales, row_scale, dense, padded_bias,
+        spec if codes is not None else None,
+    )  # fmt: skip
+
+
+def pack_linear(
+    isa: int,
+    weight: Tensor | QuantTensor,
+    kind: LinearKind,
+    *,
+    weight_spec: QuantSpec | None = None,
+    activation_spec: QuantSpec | None = None,
+    bias: Tensor | None = None,
+    name: str = "linear",
+) -> PackedLinear:
+    """Packs ``weight [N, K]``; errors as in ``reference.linear.pack_linear``."""
+    n, k = matrix_shape(weight.shape, name)
+    checked = check_kind(kind, weight, k, weight_spec, activation_spec, name)
+    if checked in ("w4a4", "w4a16") and not isinstance(weight, QuantTensor):
+        assert weight_spec is not None
+        weight = quantise(isa, weight, weight_spec, name=name)
+    spec = weight.spec if isinstance(weight, QuantTensor) else None
+    bias = check_bias(bias, n, name)
+    return PackedLinear(
+        kind=checked,
+        n=n,
+        k=k,
+        bias=bias,
+        weight_spec=spec,
+        activation_spec=activation_spec if checked == "w4a4" else None,
+        store=pack_stack(weight, checked, False, bias, spec),
+        name=name,
+    )
+
+
+def linear(isa: int, x: Tensor, w: PackedLinear) -> Tensor:
+    """``x [M, K] float32 -> [M, N] float32``; definition and errors as in ``reference.linear.linear``."""
+    store = w.store
+    if not isinstance(store, PanelStore):
+        raise ShapeError("this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels")
+    check_input(x, w.k, w.name)
+    rows = x.shape[0]
+    out = torch.empty(rows, w.n)
+    if rows == 0 or w.n == 0:
+        return out
+    x = x.detach().contiguous()
+    rule = None if w.activation_spec is None else rule_of(w.activation_spec)
+    if w.activation_spec is not None and rule is None:
+        q = quantise(isa, x, w.activation_spec, name=f"{w.name} input")
+        g = row_global_scale(q.multiplier(), (rows,))
+        _native.linear_codes(
+            isa, store.view, q.codes.data_ptr(), q.scales.data_ptr(), g.data_ptr(), rows, out.data_ptr()
+        )
+        return out
+    if _native.linear(isa, store.view, rule, x.data_ptr(), rows, out.data_ptr()) >= 0:
+        assert w.activation_spec is not None
+        formats.quantise(x, w.activation_spec, name=f"{w.name} input")  # raises, with the message of the definition
+    return out

@@ -1,0 +1,100 @@
+"""Native quantisation: shapes and dtypes are checked here, the C++ sees addresses.
+
+Every spec with the default arithmetic runs natively whatever its global scale; another spec runs on the reference, which is the
+same numbers (the fast code exists for one rule only, on purpose).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from halfbyte import formats
+from halfbyte.formats import QuantSpec, QuantTensor, get_spec
+from halfbyte.formats.global_scale import check_global
+from halfbyte.kernels import _native
+
+__all__ = ["dequantise", "fake_quantise", "quantise", "rule_of"]
+
+_MODES = {"tensor": 0, "token": 1, "constant": 2, "none": 3}
+_FLOATS = (torch.float32, torch.bfloat16)
+
+
+@lru_cache(maxsize=64)
+def rule_of(spec: QuantSpec) -> _native.Rule | None:
+    """The native rule of a spec, or None when only the reference has its arithmetic."""
+    if spec.replace(global_scale="tensor", constant=1.0) != get_spec("halfbyte"):
+        return None
+    return _native.Rule(0, _MODES[spec.global_scale], spec.constant)
+
+
+def _native_input(x: Tensor, spec: QuantSpec) -> _native.Rule | None:
+    rule = rule_of(spec)
+    ready = x.dtype in _FLOATS and x.dim() > 0 and x.numel() > 0 and x.shape[-1] % spec.block == 0
+    return rule if ready else None
+
+
+def quantise(
+    isa: int, x: Tensor, spec: QuantSpec, *, global_scale: Tensor | None = None, name: str = "tensor"
+) -> QuantTensor:
+    """See :func:`halfbyte.formats.quantise`."""
+    rule = _native_input(x, spec)
+    if rule is None:
+        return formats.quantise(x, spec, global_scale=global_scale, name=name)
+    v = x.detach().contiguous()
+    leading, k = v.shape[:-1], v.shape[-1]
+    codes = torch.empty((*leading, k // 2), dtype=torch.uint8)
+    scales = torch.empty((*leading, k // spec.block), dtype=torch.uint8)
+    if global_scale is None:
+        stored = torch.empty(leading if spec.global_scale == "token" else ())
+        given, count = 0, 0
+    else:
+        stored = check_global(global_scale, tuple(leading), spec, name).contiguous()
+        given, count = stored.data_ptr(), stored.numel()
+    bad = _native.quantise(
+        isa, rule, v.data_ptr(), v.dtype == torch.bfloat16, v.numel() // k, k, given, count,
+        codes.data_ptr(), scales.data_ptr(), stored.data_ptr() if global_scale is None else 0,
+    )  # fmt: skip
+    if bad >= 0:
+        formats.quantise(x, spec, global_scale=global_scale, name=name)  # raises, with the message of the definition
+    return QuantTensor(codes, scales, stored, spec, tuple(x.shape))
+
+
+def dequantise(isa: int, q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """See :func:`halfbyte.formats.dequantise`."""
+    per_row = q.global_scale.dim() > 0 and tuple(q.global_scale.shape) == q.shape[:-1]
+    native = (
+        dtype in _FLOATS
+        and q.codes.numel() > 0
+        and (per_row or q.global_scale.dim() == 0)
+        and q.spec.global_convention == "multiplier"
+    )
+    if not native:
+        return formats.dequantise(q, dtype)
+    k = q.shape[-1]
+    out = torch.empty(q.shape, dtype=dtype)
+    codes, scales, g = q.codes.contiguous(), q.scales.contiguous(), q.multiplier().contiguous()
+    _native.dequantise(
+        isa, 0 if q.spec.format == "nvfp4" else 1, codes.data_ptr(), scales.data_ptr(), g.data_ptr(), g.numel(),
+        out.numel() // k, k, out.data_ptr(), dtype == torch.bfloat16,
+    )  # fmt: skip
+    return out
+
+
+def fake_quantise(isa: int, x: Tensor, spec: QuantSpec, *, name: str = "tensor") -> Tensor:
+    """``dequantise(quantise(x))`` in ``x``'s dtype and shape, in one pass."""
+    rule = _native_input(x, spec)
+    if rule is None:
+        q = formats.quantise(x, spec, name=name)
+        return dequantise(isa, q, x.dtype)
+    v = x.detach().contiguous()
+    out = torch.empty(v.shape, dtype=v.dtype)
+    k = v.shape[-1]
+    bad = _native.fake_quantise(
+        isa, rule, v.data_ptr(), v.dtype == torch.bfloat16, v.numel() // k, k, out.data_ptr()
+    )
+    if bad >= 0:
+        formats.quantise(x, spec, name=name)  # raises, with the message of the definition
+    return out

@@ -1,0 +1,166 @@
+"""Which charts a report shows, and from which metrics. A panel without data is left out and listed as not recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from halfbyte.report.chart import Band, Line, Point, line_chart, smooth, stacked_chart
+from halfbyte.report.records import Record
+from halfbyte.report.scale import number
+
+__all__ = ["PHASES", "Panel", "panels"]
+
+#: Phases of a step in the order they run, with the metric that holds their seconds.
+PHASES = (
+    ("rollout", "time/rollout"),
+    ("reward", "time/reward"),
+    ("learner", "time/learner"),
+    ("publish", "time/publish"),
+)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart with its words.
+
+    Arguments:
+        legend: (colour, text) of each series; empty where the title says it.
+        note: how to read it, one or two sentences.
+        svg: empty where nothing was recorded.
+    """
+
+    title: str
+    legend: tuple[tuple[int, str], ...]
+    note: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class _Metric:
+    """A plain panel: some metrics over steps on one axis."""
+
+    title: str
+    keys: tuple[tuple[str, str], ...]
+    note: str
+    logarithmic: bool = False
+    y_range: tuple[float, float] | None = None
+
+
+_GAP = (
+    _Metric(
+        "Gap: learner minus rollout log-prob",
+        (("gap/mean_abs", "mean |g|"), ("gap/p99_abs", "99th percentile"), ("gap/max_abs", "largest")),
+        "Nats per sampled token, same weights on both sides. Zero means the two executions agree exactly.",
+        logarithmic=True,
+    ),
+    _Metric(
+        "KL of rollout and learner",
+        (("gap/k3_kl", "k3 estimate"),),
+        "Mean of exp(g) - 1 - g over real tokens, in nats. It rises before reward falls when a run goes wrong.",
+        logarithmic=True,
+    ),
+    _Metric(
+        "Effective sample size",
+        (("gap/ess", "share"),),
+        "Of the importance weights between rollout and learner; 1 means every token counts fully.",
+    ),
+)
+_POLICY = (
+    _Metric("Entropy", (("entropy/mean", "mean"),), "Of the policy's next-token distribution, nats per token."),
+    _Metric("Response length", (("length/mean", "mean"), ("length/max", "longest")), "Tokens per response."),
+)
+_OPTIMISER = (
+    _Metric("Learning rate", (("optim/lr", "learning rate"),), ""),
+    _Metric("Gradient norm", (("optim/grad_norm", "norm"),), "Before clipping."),
+    _Metric("Policy loss", (("loss/policy", "loss"),), "Its level means little; jumps do."),
+    _Metric("Clipped tokens", (("clip/low", "low side"), ("clip/high", "high side")), "Share of tokens beyond the clip range."),
+)
+
+
+def panels(record: Record) -> list[Panel]:
+    """All panels in reading order, also those without data (their ``svg`` is empty)."""
+    out = [_reward(record), _accuracy(record)]
+    out += [_metric_panel(record, m) for m in _GAP + _POLICY]
+    out += [_time(record), _speed(record)]
+    out += [_metric_panel(record, m) for m in _OPTIMISER]
+    return out
+
+
+def _smoothed(points: Sequence[tuple[float, float]], colour: int) -> tuple[list[Line], int]:
+    """The raw series behind its moving mean; the window's length (1: no smoothing, few points)."""
+    window = len(points) // 25
+    if window < 2:
+        return [Line(points, colour)], 1
+    window += 1 - window % 2
+    return [Line(points, colour, faint=True), Line(smooth(points, window), colour)], window
+
+
+def _smoothing_note(window: int) -> str:
+    return f" Strong line: mean over {window} steps." if window > 1 else ""
+
+
+def _label(title: str, points: Sequence[tuple[float, float]]) -> str:
+    if not points:
+        return title
+    (first, a), (last, b) = points[0], points[-1]
+    return f"{title}: {number(a)} at step {number(first)}, {number(b)} at step {number(last)}"
+
+
+def _reward(record: Record) -> Panel:
+    mean, deviation = record.series("reward/mean"), dict(record.series("reward/std"))
+    lines, window = _smoothed(mean, 0)
+    bands = []
+    if mean and all(x in deviation for x, _ in mean):
+        bands = [Band([(x, y - deviation[x]) for x, y in mean], [(x, y + deviation[x]) for x, y in mean], 0)]
+    note = "Mean over the step's samples" + ("; the band is one standard deviation of the samples." if bands else ".")
+    svg = line_chart(_label("Reward", mean), lines, bands=bands)
+    return Panel("Reward", (), note + _smoothing_note(window), svg)
+
+
+def _accuracy(record: Record) -> Panel:
+    train = record.series("accuracy/train")
+    lines, window = _smoothed(train, 0)
+    points = []
+    for step, row in record.evaluations:
+        if "eval/accuracy" in row:
+            value = row["eval/accuracy"]
+            low, high = row.get("eval/accuracy_low", value), row.get("eval/accuracy_high", value)
+            note = f"step {step}: {value:.3f} [{low:.3f}, {high:.3f}]"
+            points.append(Point(float(step), value, low, high, 1, note))
+    svg = line_chart(
+        _label("Held-out accuracy", [(p.x, p.y) for p in points] or train), lines, points, y_range=(0.0, 1.0)
+    )
+    legend = ((0, "training prompts"),) if train else ()
+    legend += ((1, "held-out prompts, 95% interval"),) if points else ()
+    return Panel("Accuracy, sampled", legend, "Share of correct responses." + _smoothing_note(window), svg)
+
+
+def _metric_panel(record: Record, metric: _Metric) -> Panel:
+    found = [(i, text, record.series(key)) for i, (key, text) in enumerate(metric.keys)]
+    found = [item for item in found if item[2]]
+    lines = [Line(points, colour) for colour, _, points in found]
+    label = "; ".join(_label(f"{metric.title}, {text}", points) for _, text, points in found)
+    svg = line_chart(label, lines, y_range=metric.y_range, logarithmic=metric.logarithmic)
+    legend = tuple((colour, text) for colour, text, _ in found) if len(metric.keys) > 1 else ()
+    return Panel(metric.title, legend, metric.note, svg)
+
+
+def _time(record: Record) -> Panel:
+    phases = [(name, key) for name, key in PHASES if record.series(key)]
+    steps = sorted({x for _, key in phases for x, _ in record.series(key)})
+    by_step = {key: dict(record.series(key)) for _, key in phases}
+    stack = [[(x, max(0.0, by_step[key].get(x, 0.0))) for x in steps] for _, key in phases]
+    totals = {name: sum(by_step[key].values()) for name, key in phases}
+    whole = sum(totals.values()) or 1.0
+    legend = tuple((i, f"{name} {100 * totals[name] / whole:.0f}%") for i, (name, _) in enumerate(phases))
+    label = "Seconds per step, " + ", ".join(f"{name} {number(seconds)} s in total" for name, seconds in totals.items())
+    return Panel("Time per phase", legend, "Seconds per step, stacked.", stacked_chart(label, stack))
+
+
+def _speed(record: Record) -> Panel:
+    seconds = dict(record.series("time/rollout"))
+    points = [(x, tokens / seconds[x]) for x, tokens in record.series("tokens/rollout") if seconds.get(x, 0.0) > 0]
+    lines, window = _smoothed(points, 0)
+    note = "New tokens per second of the rollout phase." + _smoothing_note(window)
+    return Panel("Rollout speed", (), note, line_chart(_label("Tokens per second", points), lines))
