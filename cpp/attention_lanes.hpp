@@ -27,11 +27,11 @@ HALFBYTE_INLINE void with_constant(int64_t n, const F& f) {
 template <KvKind kKind>
 HALFBYTE_INLINE F16 load_dense(const void* p, int64_t i) {
     if constexpr (kKind == KvKind::bf16) {
-        typedef uint16_t H16 __attribute__((vector_size(32)));
         const uint16_t* half = static_cast<const uint16_t*>(p) + i;
 #if defined(__AVX512F__)
         return bits<F16>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(half))), 16));
 #else
+        typedef uint16_t H16 __attribute__((vector_size(32)));
         return bits<F16>(__builtin_convertvector(load<H16>(half), U16) << 16);
 #endif
     } else {
@@ -325,7 +325,8 @@ struct Attention {
     HALFBYTE_INLINE static void for_groups(int64_t first, int64_t rows, int64_t most, const F& f) {
         int64_t groups = (rows - first + most - 1) / most;
         while (first < rows) {
-            const int64_t n = (rows - first + groups - 1) / groups--;
+            const int64_t n = (rows - first + groups - 1) / groups;
+            --groups;
             with_constant<4>(n, [&](auto size) { f(first, size); });
             first += n;
         }

@@ -89,8 +89,9 @@ HALFBYTE_INLINE __m256i encode_blocks(const __m512* u) {
     const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
     const __m512i a = _mm512_abs_epi8(bytes), one = _mm512_set1_epi8(1);
     __m512i code = _mm512_setzero_si512();
-    for (const int above : {2, 5, 10, 13, 20, 27, 40})
-        code = _mm512_mask_add_epi8(code, _mm512_cmpgt_epi8_mask(a, _mm512_set1_epi8(static_cast<char>(above))), code, one);
+    constexpr char midpoints[7] = {2, 5, 10, 13, 20, 27, 40};
+    for (const char above : midpoints)
+        code = _mm512_mask_add_epi8(code, _mm512_cmpgt_epi8_mask(a, _mm512_set1_epi8(above)), code, one);
     const __mmask64 negative = _mm512_movepi8_mask(bytes) & _mm512_test_epi8_mask(code, code);
     code = _mm512_mask_add_epi8(code, negative, code, _mm512_set1_epi8(8));
     const __m256i merged = _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(code, _mm512_set1_epi16(0x1001)));

@@ -58,7 +58,9 @@ def test_fields_are_those_of_transformers(oracle: Any) -> None:
     assert a.qkv_bias == (attention.q_proj.bias is not None)
     assert a.o_bias == (attention.o_proj.bias is not None)
     assert a.qk_norm == hasattr(attention, "q_norm")
-    assert a.moe_layers == tuple(i for i, layer in enumerate(oracle.model.model.layers) if hasattr(layer.mlp, "experts"))
+    assert a.moe_layers == tuple(
+        i for i, layer in enumerate(oracle.model.model.layers) if hasattr(layer.mlp, "experts")
+    )
     assert a.eos_ids == (2, 3)
     assert a.bos_ids == (1,)
 
@@ -175,7 +177,7 @@ def test_sites(name: str, site: str) -> None:
 
 
 def test_unknown_tensor_has_no_site() -> None:
-    with pytest.raises(CheckpointError, match="visual.patch_embed"):
+    with pytest.raises(CheckpointError, match=r"visual\.patch_embed"):
         site_of("visual.patch_embed.weight")
 
 

@@ -85,9 +85,6 @@ def rewrite(source: Path, target: Path, weights: dict[str, torch.Tensor], **conf
     safetensors.torch.save_file({n: t.contiguous().clone() for n, t in weights.items()}, target / "model.safetensors")
 
 
-OTHER = object()
-
-
 @pytest.mark.parametrize(
     ("flag", "head", "policy", "expected"),
     [
@@ -162,7 +159,7 @@ Damage = Callable[[dict[str, torch.Tensor]], None]
 
 
 def drop(name: str) -> Damage:
-    return lambda weights: weights.pop(name) and None  # type: ignore[func-returns-value]
+    return lambda weights: weights.__delitem__(name)
 
 
 def put(name: str, tensor: torch.Tensor) -> Damage:

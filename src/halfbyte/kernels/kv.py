@@ -23,7 +23,16 @@ from torch import Tensor
 from halfbyte.errors import ConfigError, ShapeError
 from halfbyte.formats import QuantSpec, QuantTensor, pack_codes
 
-__all__ = ["TILE", "KvKind", "KvLayer", "check_slots", "copy_page", "kv_bytes_per_token", "new_kv_layer", "unpack_words"]
+__all__ = [
+    "TILE",
+    "KvKind",
+    "KvLayer",
+    "check_slots",
+    "copy_page",
+    "kv_bytes_per_token",
+    "new_kv_layer",
+    "unpack_words",
+]
 
 KvKind = Literal["fp32", "bf16", "fp4"]
 TILE = 16
@@ -72,15 +81,20 @@ class KvLayer:
         Raises: ConfigError unless the layer is fp4; ShapeError for a slot outside the pages.
         """
         if self.k_scales is None or self.v_scales is None or self.spec is None:
-            raise ConfigError("only an fp4 KV layer has codes and scales", where=f"a layer of kind {self.kind}",
-                              fix="use KvLayer.read for values")
+            raise ConfigError(
+                "only an fp4 KV layer has codes and scales",
+                where=f"a layer of kind {self.kind}",
+                fix="use KvLayer.read for values",
+            )
         page, tile, lane = check_slots(self, slots)
         shape = (slots.numel(), self.n_kv, self.head_dim)
         out = []
         for words, scales, keys in ((self.k, self.k_scales, True), (self.v, self.v_scales, False)):
             codes = unpack_words(words[page, :, tile], keys)[torch.arange(slots.numel()), :, lane]
             plain = scales[page, :, tile, :, lane]
-            out.append(QuantTensor(pack_codes(codes), plain.contiguous(), torch.tensor(self.global_scale), self.spec, shape))
+            out.append(
+                QuantTensor(pack_codes(codes), plain.contiguous(), torch.tensor(self.global_scale), self.spec, shape)
+            )
         return out[0], out[1]
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,19 +130,34 @@ def new_kv_layer(
     if page_size <= 0 or page_size % TILE:
         raise ShapeError(f"page_size {page_size} cannot be used", expected=f"a positive multiple of {TILE}")
     if min(n_pages, n_kv - 1, head_dim - 1) < 0:
-        raise ShapeError("a KV layer needs n_pages >= 0, n_kv >= 1, head_dim >= 1",
-                         where=f"n_pages {n_pages}, n_kv {n_kv}, head_dim {head_dim}")
+        raise ShapeError(
+            "a KV layer needs n_pages >= 0, n_kv >= 1, head_dim >= 1",
+            where=f"n_pages {n_pages}, n_kv {n_kv}, head_dim {head_dim}",
+        )
     lead = (n_pages, n_kv, page_size // TILE)
     if kind != "fp4":
         dtype = torch.float32 if kind == "fp32" else torch.bfloat16
-        return KvLayer(kind, page_size, n_kv, head_dim, torch.zeros(*lead, head_dim, TILE, dtype=dtype),
-                       torch.zeros(*lead, TILE, head_dim, dtype=dtype))
+        return KvLayer(
+            kind,
+            page_size,
+            n_kv,
+            head_dim,
+            torch.zeros(*lead, head_dim, TILE, dtype=dtype),
+            torch.zeros(*lead, TILE, head_dim, dtype=dtype),
+        )
     if head_dim % 16:
-        raise ShapeError(f"head_dim {head_dim} cannot be quantised in blocks of 16", expected="a multiple of 16",
-                         fix="use KV kind bf16 for this model")
+        raise ShapeError(
+            f"head_dim {head_dim} cannot be quantised in blocks of 16",
+            expected="a multiple of 16",
+            fix="use KV kind bf16 for this model",
+        )
     if spec is None or spec.format != "nvfp4" or spec.global_scale not in ("constant", "none") or spec.scale_rows != 1:
-        raise ConfigError("an fp4 KV layer cannot use this QuantSpec", where=f"spec {spec}",
-                          expected="format nvfp4, global_scale constant or none, scale_rows 1", fix="use halfbyte_kv")
+        raise ConfigError(
+            "an fp4 KV layer cannot use this QuantSpec",
+            where=f"spec {spec}",
+            expected="format nvfp4, global_scale constant or none, scale_rows 1",
+            fix="use halfbyte_kv",
+        )
     words = [torch.zeros(*lead, head_dim // 8, TILE, dtype=torch.int32) for _ in "kv"]
     scales = [torch.zeros(*lead, head_dim // 16, TILE, dtype=torch.uint8) for _ in "kv"]
     return KvLayer(kind, page_size, n_kv, head_dim, *words, *scales, spec)
@@ -147,15 +176,20 @@ def check_slots(layer: KvLayer, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Split slots [T] into page, tile and lane; ShapeError for a slot outside the pages."""
     total = layer.n_pages * layer.page_size
     if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < total:
-        raise ShapeError("a KV slot is outside the pages", where=f"slots {int(slots.min())}..{int(slots.max())}",
-                         expected=f"0..{total - 1}")
+        raise ShapeError(
+            "a KV slot is outside the pages",
+            where=f"slots {int(slots.min())}..{int(slots.max())}",
+            expected=f"0..{total - 1}",
+        )
     offset = slots % layer.page_size
     return slots // layer.page_size, offset // TILE, offset % TILE
 
 
 def unpack_words(words: Tensor, keys: bool) -> Tensor:
     """int32 words [..., D/8, 16] of FP4 tiles to uint8 codes [..., 16 keys, D]; ``keys``: key layout, else value layout."""
-    nibbles = ((words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15).to(torch.uint8)  # [..., w, lane, n]
+    nibbles = ((words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15).to(
+        torch.uint8
+    )  # [..., w, lane, n]
     if keys:
         return nibbles.movedim(-2, -3).flatten(-2)
     return nibbles.transpose(-1, -2).reshape(*words.shape[:-2], TILE, words.shape[-2] * 8)

@@ -192,14 +192,16 @@ def _open_files(root: Path) -> dict[str, SafetensorsFile]:
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed or any(not isinstance(shard, str) for shard in listed.values()):
         raise CheckpointError("the index has no usable weight_map", where=str(index))
-    stored: dict[str, SafetensorsFile] = {}
-    for shard in sorted(set(listed.values())):
+    shards = sorted(set(listed.values()))
+    for shard in shards:
         if not re.fullmatch(r"[^/\\\0]+\.safetensors", shard) or shard.startswith(".."):
             raise CheckpointError(
                 f"the index names {shard!r} as a shard",
                 where=str(index),
                 expected="a safetensors file of the same folder",
             )
+    stored: dict[str, SafetensorsFile] = {}
+    for shard in shards:
         if not (root / shard).is_file():
             raise CheckpointError(f"shard {shard!r} is missing", where=str(root), fix="download the folder again")
         file = SafetensorsFile(root / shard)

@@ -164,7 +164,12 @@ def _swap(work: Path, target: Path) -> None:
         os.rename(target, old)
     elif target.exists():
         target.rmdir()
-    os.rename(work, target)
+    try:
+        os.rename(work, target)
+    except OSError:
+        if replaces:
+            os.rename(old, target)
+        raise
     _sync_folder(target.parent)
     if replaces:
         shutil.rmtree(old)

@@ -13,6 +13,9 @@ __all__ = ["Detokeniser"]
 class Detokeniser:
     """Text of one growing response. A character appears when its last byte has; what has appeared never changes.
 
+    The pieces join to the decoded text of all ids (for SentencePiece's byte fallback only as long as the bytes are
+    valid UTF-8: there, one invalid byte changes how its whole run is decoded).
+
     Arguments:
         tokenizer: of the model.
         stop: strings that end the response. The one that ends first in the text counts, however tokens cut it, and of

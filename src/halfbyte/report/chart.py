@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines, points with intervals, stacked areas. Colours are CSS classes, so that a page can be dark.
+"""Charts as inline SVG: lines, points with intervals, stacked areas. Colours are CSS classes: the page decides them.
 
 The SVG carries no reference of any kind and no text but numbers and labels of ours, escaped all the same.
 """
@@ -149,9 +149,13 @@ def _frame(x: Axis, y: Axis) -> str:
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number(tick)}</text>')
     bottom = HEIGHT - BOTTOM
     for tick in x.ticks:
-        parts.append(f'<text class="tick" x="{x.pixel(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{number(tick)}</text>')
+        parts.append(
+            f'<text class="tick" x="{x.pixel(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{number(tick)}</text>'
+        )
     parts.append(f'<path class="axis" d="M{LEFT},{bottom}H{WIDTH - RIGHT}"/>')
-    parts.append(f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">step</text>')
+    parts.append(
+        f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">step</text>'
+    )
     if y.logarithmic:
         parts.append(f'<text class="tick" x="{LEFT + 4}" y="{TOP + 8}">log scale</text>')
     return "".join(parts)

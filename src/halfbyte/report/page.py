@@ -70,7 +70,9 @@ def render(record: Record) -> str:
         panels=[(panel, Markup(panel.svg)) for panel in shown if panel.svg],
         absent=[panel.title for panel in shown if not panel.svg],
         groups=_sample_groups(record),
-        last_values=sorted((key, number(value, 6)) for key, value in (record.train[-1][1].items() if record.train else ())),
+        last_values=sorted(
+            (key, number(value, 6)) for key, value in (record.train[-1][1].items() if record.train else ())
+        ),
         evaluations=[(step, sorted(row.items())) for step, row in record.evaluations],
         tables=[
             (title, [(visible(key), visible(value)) for key, value in flatten(value)])
@@ -107,9 +109,12 @@ def _status(record: Record) -> str:
     if record.finished:
         text = f"finished after {step} steps"
     else:
-        text = f"unfinished: {step}{f' of {total}' if isinstance(total, int) else ''} steps so far (still running, or stopped)"
+        of = f" of {total}" if isinstance(total, int) else ""
+        text = f"unfinished: {step}{of} steps so far (still running, or stopped)"
     if record.broken_lines:
-        text += f"; {record.broken_lines} unreadable line{'s' if record.broken_lines > 1 else ''} of metrics.jsonl skipped"
+        text += (
+            f"; {record.broken_lines} unreadable line{'s' if record.broken_lines > 1 else ''} of metrics.jsonl skipped"
+        )
     return text
 
 

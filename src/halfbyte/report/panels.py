@@ -57,7 +57,7 @@ _GAP = (
     _Metric(
         "KL of rollout and learner",
         (("gap/k3_kl", "k3 estimate"),),
-        "Mean of exp(g) - 1 - g over real tokens, in nats. It rises before reward falls when a run goes wrong.",
+        "Mean of exp(g) - 1 - g over real tokens, in nats (g is the gap).",
         logarithmic=True,
     ),
     _Metric(
@@ -73,8 +73,12 @@ _POLICY = (
 _OPTIMISER = (
     _Metric("Learning rate", (("optim/lr", "learning rate"),), ""),
     _Metric("Gradient norm", (("optim/grad_norm", "norm"),), "Before clipping."),
-    _Metric("Policy loss", (("loss/policy", "loss"),), "Its level means little; jumps do."),
-    _Metric("Clipped tokens", (("clip/low", "low side"), ("clip/high", "high side")), "Share of tokens beyond the clip range."),
+    _Metric("Policy loss", (("loss/policy", "loss"),), ""),
+    _Metric(
+        "Clipped tokens",
+        (("clip/low", "low side"), ("clip/high", "high side")),
+        "Share of tokens beyond the clip range.",
+    ),
 )
 
 
@@ -131,8 +135,8 @@ def _accuracy(record: Record) -> Panel:
     svg = line_chart(
         _label("Held-out accuracy", [(p.x, p.y) for p in points] or train), lines, points, y_range=(0.0, 1.0)
     )
-    legend = ((0, "training prompts"),) if train else ()
-    legend += ((1, "held-out prompts, 95% interval"),) if points else ()
+    series = ((0, "training prompts", train), (1, "held-out prompts, 95% interval", points))
+    legend = tuple((colour, text) for colour, text, data in series if data)
     return Panel("Accuracy, sampled", legend, "Share of correct responses." + _smoothing_note(window), svg)
 
 

@@ -1,7 +1,7 @@
-"""What a run folder holds, read tolerantly: a run may still be going, may have been killed, or may lack any file but one.
+"""What a run folder holds, read tolerantly: a run may be going on, may have been killed, may lack files.
 
-A line of ``metrics.jsonl`` that a kill cut off is skipped and counted. Values that are not finite numbers are left out, so a
-chart has a gap there. Nothing here is trusted: prompts and responses are text that anyone may have written.
+A line of ``metrics.jsonl`` that a kill cut off is skipped and counted. Values that are not finite numbers are left
+out, so a chart has a gap there. Nothing here is trusted: prompts and responses are text that anyone may have written.
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ def _rows(lines: Iterable[str]) -> tuple[dict[str, dict[int, dict[str, float]]],
         if value is None or type(step) is not int:
             broken += 1
             continue
-        numbers = {key: number for key, item in value.items() if key != "step" and (number := _finite(item)) is not None}
+        numbers = {
+            key: number for key, item in value.items() if key != "step" and (number := _finite(item)) is not None
+        }
         kind = value.get("kind")
         if isinstance(kind, str) and kind in rows:
             rows[kind][step] = numbers

@@ -3,4 +3,98 @@
 Importing this package raises ImportError where the extension was not built; the registry then offers the reference alone.
 """
 
-from halfbyte.kernels import _native  # noqa: F401
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats import QuantSpec, QuantTensor
+from halfbyte.kernels import _native
+from halfbyte.kernels.native import experts as _experts
+from halfbyte.kernels.native import linear as _linear
+from halfbyte.kernels.native import quantise as _quantise
+from halfbyte.kernels.protocol import KvKind
+from halfbyte.kernels.reference import ReferenceKernels
+from halfbyte.kernels.weights import LinearKind, PackedExperts, PackedLinear
+
+__all__ = ["NativeKernels", "instruction_sets", "set_thread_count", "thread_count"]
+
+_ISAS = ("generic", "avx2", "avx512")
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """The instruction sets this processor can run, slowest first."""
+    return _ISAS[: _native.best_isa() + 1]
+
+
+def thread_count() -> int:
+    """Threads of the native pool."""
+    return int(_native.thread_count())
+
+
+def set_thread_count(n: int) -> None:
+    """Sizes the native pool; results do not depend on it."""
+    _native.set_thread_count(n)
+
+
+set_thread_count(int(os.environ.get("HALFBYTE_THREADS") or torch.get_num_threads()))
+
+
+class NativeKernels(ReferenceKernels):
+    """``Kernels`` in C++ for one instruction set; the docstrings are the protocol's."""
+
+    def __init__(self, isa: str) -> None:
+        self._name = isa
+        self._isa = _ISAS.index(isa)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def quantise(
+        self, x: Tensor, spec: QuantSpec, *, global_scale: Tensor | None = None, name: str = "tensor"
+    ) -> QuantTensor:
+        return _quantise.quantise(self._isa, x, spec, global_scale=global_scale, name=name)
+
+    def dequantise(self, q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return _quantise.dequantise(self._isa, q, dtype)
+
+    def fake_quantise(self, x: Tensor, spec: QuantSpec, *, name: str = "tensor") -> Tensor:
+        return _quantise.fake_quantise(self._isa, x, spec, name=name)
+
+    def pack_linear(
+        self,
+        weight: Tensor | QuantTensor,
+        kind: LinearKind,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | None = None,
+        bias: Tensor | None = None,
+        name: str = "linear",
+    ) -> PackedLinear:
+        return _linear.pack_linear(
+            self._isa, weight, kind, weight_spec=weight_spec, activation_spec=activation_spec, bias=bias, name=name
+        )
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        return _linear.linear(self._isa, x, w)
+
+    def pack_experts(
+        self,
+        gate_up: Tensor | QuantTensor,
+        down: Tensor | QuantTensor,
+        kind: LinearKind,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | None = None,
+        name: str = "experts",
+    ) -> PackedExperts:
+        return _experts.pack_experts(
+            self._isa, gate_up, down, kind, weight_spec=weight_spec, activation_spec=activation_spec, name=name
+        )
+
+    def experts(self, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> Tensor:
+        return _experts.experts(self._isa, x, expert_ids, gates, w)

@@ -11,7 +11,14 @@ from halfbyte.kernels import _native
 from halfbyte.kernels.native.linear import PanelStore, pack_stack
 from halfbyte.kernels.native.quantise import quantise, rule_of
 from halfbyte.kernels.reference.swiglu import swiglu
-from halfbyte.kernels.weights import LinearKind, PackedExperts, check_kind, check_routing, experts_shape, row_global_scale
+from halfbyte.kernels.weights import (
+    LinearKind,
+    PackedExperts,
+    check_kind,
+    check_routing,
+    experts_shape,
+    row_global_scale,
+)
 
 __all__ = ["experts", "pack_experts"]
 
@@ -67,7 +74,9 @@ def experts(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExp
     """``x [M, H] f32, expert_ids [M, k] int32, gates [M, k] f32 -> [M, H] f32``; definition in ``reference/experts.py``."""
     check_routing(x, expert_ids, gates, w)
     if not isinstance(w.gate_up, PanelStore) or not isinstance(w.down, PanelStore):
-        raise ShapeError("these experts were packed by other kernels", where=w.name, expected="experts packed by these kernels")
+        raise ShapeError(
+            "these experts were packed by other kernels", where=w.name, expected="experts packed by these kernels"
+        )
     tokens, slots = expert_ids.shape
     out = torch.empty(tokens, w.hidden)
     if tokens == 0:
@@ -81,7 +90,11 @@ def experts(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExp
         tokens, slots, out.data_ptr(),
     )  # fmt: skip
     if bad >= 0:
-        where = f"{w.name} input, token {bad}" if bad < tokens else f"{w.name} intermediate, token {(bad - tokens) // slots}"
+        where = (
+            f"{w.name} input, token {bad}"
+            if bad < tokens
+            else f"{w.name} intermediate, token {(bad - tokens) // slots}"
+        )
         raise NumericsError("NaN or infinity before a quantiser", where=where, expected="finite numbers")
     return out
 

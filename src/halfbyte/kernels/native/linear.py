@@ -70,7 +70,12 @@ class PanelStore:
             rows = wide.view(count, panels, -1, _PANEL, step).permute(0, 1, 3, 2, 4).reshape(count, panels * _PANEL, -1)
             values = rows[:, : self.n, : self.k]
         else:
-            assert self.codes is not None and self.scales is not None and self.row_scale is not None and self.spec is not None
+            assert (
+                self.codes is not None
+                and self.scales is not None
+                and self.row_scale is not None
+                and self.spec is not None
+            )
             codes = torch.empty(count, self.n, self.k // 2, dtype=torch.uint8)
             scales = torch.empty(count, self.n, self.k // self.spec.block, dtype=torch.uint8)
             for e in range(count):
@@ -157,7 +162,9 @@ def linear(isa: int, x: Tensor, w: PackedLinear) -> Tensor:
     """``x [M, K] float32 -> [M, N] float32``; definition and errors as in ``reference.linear.linear``."""
     store = w.store
     if not isinstance(store, PanelStore):
-        raise ShapeError("this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels")
+        raise ShapeError(
+            "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
+        )
     check_input(x, w.k, w.name)
     rows = x.shape[0]
     out = torch.empty(rows, w.n)

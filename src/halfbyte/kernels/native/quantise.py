@@ -92,9 +92,7 @@ def fake_quantise(isa: int, x: Tensor, spec: QuantSpec, *, name: str = "tensor")
     v = x.detach().contiguous()
     out = torch.empty(v.shape, dtype=v.dtype)
     k = v.shape[-1]
-    bad = _native.fake_quantise(
-        isa, rule, v.data_ptr(), v.dtype == torch.bfloat16, v.numel() // k, k, out.data_ptr()
-    )
+    bad = _native.fake_quantise(isa, rule, v.data_ptr(), v.dtype == torch.bfloat16, v.numel() // k, k, out.data_ptr())
     if bad >= 0:
         formats.quantise(x, spec, name=name)  # raises, with the message of the definition
     return out

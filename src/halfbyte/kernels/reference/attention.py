@@ -35,26 +35,45 @@ _ROWS = 16384  # (sequence, head, query) rows processed together
 def check_attention(q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor) -> None:
     """Raise ShapeError unless the shapes fit and every page that a query can see exists."""
     s = context_len.numel()
-    shapes = (f"q {tuple(q.shape)}, page_table {tuple(page_table.shape)}, query_start {tuple(query_start.shape)}, "
-              f"context_len {tuple(context_len.shape)}, layer n_kv {layer.n_kv} head_dim {layer.head_dim}")
-    if (q.ndim != 3 or q.shape[2] != layer.head_dim or q.shape[1] % layer.n_kv or query_start.shape != (s + 1,)
-            or page_table.ndim != 2 or page_table.shape[0] != s or context_len.ndim != 1):
-        raise ShapeError("attention: shapes do not fit", where=shapes,
-                         expected="q [T, H, D] with H a multiple of n_kv, page_table [S, P], query_start [S+1], context_len [S]")
+    shapes = (
+        f"q {tuple(q.shape)}, page_table {tuple(page_table.shape)}, query_start {tuple(query_start.shape)}, "
+        f"context_len {tuple(context_len.shape)}, layer n_kv {layer.n_kv} head_dim {layer.head_dim}"
+    )
+    if (
+        q.ndim != 3
+        or q.shape[2] != layer.head_dim
+        or q.shape[1] % layer.n_kv
+        or query_start.shape != (s + 1,)
+        or page_table.ndim != 2
+        or page_table.shape[0] != s
+        or context_len.ndim != 1
+    ):
+        raise ShapeError(
+            "attention: shapes do not fit",
+            where=shapes,
+            expected="q [T, H, D] with H a multiple of n_kv, page_table [S, P], query_start [S+1], context_len [S]",
+        )
     counts = query_start.diff()
     if int(query_start[0]) != 0 or int(query_start[-1]) != q.shape[0] or bool((counts < 0).any()):
-        raise ShapeError("attention: query_start must rise from 0 to T", where=f"query_start {query_start.tolist()}, T {q.shape[0]}")
+        raise ShapeError(
+            "attention: query_start must rise from 0 to T", where=f"query_start {query_start.tolist()}, T {q.shape[0]}"
+        )
     if bool((context_len < counts).any()) or bool((context_len > page_table.shape[1] * layer.page_size).any()):
         bad = int(((context_len < counts) | (context_len > page_table.shape[1] * layer.page_size)).nonzero()[0])
-        raise ShapeError("attention: a context does not fit its pages",
-                         where=f"sequence {bad}: context_len {int(context_len[bad])}, queries {int(counts[bad])}",
-                         expected=f"queries <= context_len <= {page_table.shape[1]} pages x {layer.page_size}")
+        raise ShapeError(
+            "attention: a context does not fit its pages",
+            where=f"sequence {bad}: context_len {int(context_len[bad])}, queries {int(counts[bad])}",
+            expected=f"queries <= context_len <= {page_table.shape[1]} pages x {layer.page_size}",
+        )
     used = torch.arange(page_table.shape[1]) * layer.page_size < context_len.unsqueeze(1)
     wrong = used & ((page_table < 0) | (page_table >= layer.n_pages))
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
-        raise ShapeError("attention: a page does not exist", where=f"page_table[{row}, {column}] = {int(page_table[row, column])}",
-                         expected=f"0..{layer.n_pages - 1}")
+        raise ShapeError(
+            "attention: a page does not exist",
+            where=f"page_table[{row}, {column}] = {int(page_table[row, column])}",
+            expected=f"0..{layer.n_pages - 1}",
+        )
 
 
 def attention(
@@ -88,7 +107,9 @@ def attention(
             lane = np.minimum(np.arange(w), count[part, None] - 1)
             seen = np.where(np.arange(w) < count[part, None], visible[part, None] + lane, 0)
             rows = torch.from_numpy(first[part, None] + lane)
-            result = _attend(q[rows], layer, page_table[torch.from_numpy(sequence[part])], torch.from_numpy(seen), scale)
+            result = _attend(
+                q[rows], layer, page_table[torch.from_numpy(sequence[part])], torch.from_numpy(seen), scale
+            )
             real = torch.from_numpy(np.arange(w) < count[part, None])
             out[rows[real]] = result[real]
     return out

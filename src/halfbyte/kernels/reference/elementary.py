@@ -17,8 +17,7 @@ _ROUNDER = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to the nea
 _LN2_HI = float.fromhex("0x1.62e4p-1")  # 15 bits, so n * hi is exact
 _LN2_LO = float.fromhex("0x1.7f7d1cp-20")
 _EXP = tuple(
-    float.fromhex(c)
-    for c in ("0x1.6a23cep-10", "0x1.123a20p-7", "0x1.5558f2p-5", "0x1.555492p-3", "0x1.fffffcp-2")
+    float.fromhex(c) for c in ("0x1.6a23cep-10", "0x1.123a20p-7", "0x1.5558f2p-5", "0x1.555492p-3", "0x1.fffffcp-2")
 )
 _EXP_MAX = float.fromhex("0x1.62e42ep+6")  # the largest float32 whose exp is finite
 

@@ -16,14 +16,19 @@ def check_store(layer: KvLayer, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Raise ShapeError for shapes that do not fit or repeated slots, NumericsError for NaN or infinity."""
     expected = (slots.numel(), layer.n_kv, layer.head_dim)
     if k.shape != expected or v.shape != expected or slots.ndim != 1:
-        raise ShapeError("store_kv: shapes do not fit",
-                         where=f"k {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}",
-                         expected=f"k and v [T, {layer.n_kv}, {layer.head_dim}], slots [T]")
+        raise ShapeError(
+            "store_kv: shapes do not fit",
+            where=f"k {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}",
+            expected=f"k and v [T, {layer.n_kv}, {layer.head_dim}], slots [T]",
+        )
     for name, t in (("k", k), ("v", v)):
         finite = torch.isfinite(t).flatten(1).all(1)
         if not bool(finite.all()):
-            raise NumericsError(f"store_kv: {name} holds NaN or infinity", where=f"row {int((~finite).nonzero()[0])}",
-                                expected="finite numbers")
+            raise NumericsError(
+                f"store_kv: {name} holds NaN or infinity",
+                where=f"row {int((~finite).nonzero()[0])}",
+                expected="finite numbers",
+            )
     if torch.unique(slots).numel() != slots.numel():
         raise ShapeError("store_kv: a slot is written twice in one call", expected="distinct slots")
 

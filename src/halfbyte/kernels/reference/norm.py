@@ -19,8 +19,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises: ShapeError when the last dimension is not D.
     """
     if weight.ndim != 1 or x.shape[-1] != weight.shape[0]:
-        raise ShapeError("rms_norm: the weight does not fit the input", where=f"x {tuple(x.shape)}, weight {tuple(weight.shape)}",
-                         expected="weight [D] for x [..., D]")
+        raise ShapeError(
+            "rms_norm: the weight does not fit the input",
+            where=f"x {tuple(x.shape)}, weight {tuple(weight.shape)}",
+            expected="weight [D] for x [..., D]",
+        )
     d = x.to(torch.float64)
     mean = lane_sum(d * d) / torch.tensor(float(x.shape[-1]), dtype=torch.float64)
     inv = (1.0 / torch.sqrt(mean + eps)).to(torch.float32)

@@ -14,10 +14,15 @@ def check_rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Raise ShapeError unless shapes fit and every position is in the tables."""
     shapes = f"x {tuple(x.shape)}, positions {tuple(positions.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
     if x.ndim != 3 or positions.shape != x.shape[:1] or cos.shape != sin.shape or cos.shape[1:] != (x.shape[2] // 2,):
-        raise ShapeError("rope: shapes do not fit", where=shapes, expected="x [M, heads, D], positions [M], cos and sin [P, D/2]")
+        raise ShapeError(
+            "rope: shapes do not fit", where=shapes, expected="x [M, heads, D], positions [M], cos and sin [P, D/2]"
+        )
     if x.shape[0] and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
-        raise ShapeError("rope: a position is outside the tables",
-                         where=f"positions {int(positions.min())}..{int(positions.max())}", expected=f"0..{cos.shape[0] - 1}")
+        raise ShapeError(
+            "rope: a position is outside the tables",
+            where=f"positions {int(positions.min())}..{int(positions.max())}",
+            expected=f"0..{cos.shape[0] - 1}",
+        )
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

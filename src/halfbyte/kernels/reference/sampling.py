@@ -17,7 +17,7 @@ from halfbyte.errors import DataError, NumericsError, ShapeError
 from halfbyte.kernels.reference.elementary import exp, log
 from halfbyte.kernels.reference.sums import BLOCK, block_sums, running_sum
 
-__all__ = ["Sampled", "check_parameters", "check_supports", "log_softmax", "sample", "token_logprobs"]
+__all__ = ["Sampled", "check_logits", "check_parameters", "check_supports", "log_softmax", "sample", "token_logprobs"]
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -39,7 +39,7 @@ def log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
 
     Raises: NumericsError naming the row for non-finite logits; ShapeError.
     """
-    z = _scaled(logits, temperature)
+    z = check_logits(logits, temperature)
     d, e = _exponentials(z, None)
     return _log_probability(d, running_sum(block_sums(e))[:, -1:])
 
@@ -54,7 +54,7 @@ def token_logprobs(
     Raises: NumericsError naming the row for non-finite logits; DataError when an id is outside its support or the
     vocabulary; ShapeError.
     """
-    z = _scaled(logits, temperature)
+    z = check_logits(logits, temperature)
     check_supports(z.shape, ids, supports)
     kept = None
     if supports is not None and any(s is not None for s in supports):
@@ -90,7 +90,7 @@ def sample(
 
     Raises: NumericsError naming the row for non-finite logits; DataError for parameters out of range; ShapeError.
     """
-    z = _scaled(logits, temperature)
+    z = check_logits(logits, temperature)
     check_parameters(z.shape, temperature, top_k, top_p, min_p, uniform)
     greedy = temperature == 0
     kept = _filter(z, torch.where(greedy, 0, top_k), torch.where(greedy, 1.0, top_p), torch.where(greedy, 0.0, min_p))
@@ -99,30 +99,36 @@ def sample(
     total = prefix[:, -1:]
     ids = torch.where(greedy, z.argmax(1), _inverse_cdf(e, prefix, uniform))
     logprobs = _log_probability(d.gather(1, ids.unsqueeze(1)), total).squeeze(1)
-    support: list[Tensor | None] = []
-    if want_support:
-        support = [None] * z.shape[0]
-        for row in () if kept is None else (~kept).any(1).nonzero().squeeze(1).tolist():
+    support: list[Tensor | None] = [None] * (z.shape[0] if want_support else 0)
+    if want_support and kept is not None:
+        for row in (~kept).any(1).nonzero().squeeze(1).tolist():
             support[row] = kept[row].nonzero().squeeze(1)
     return Sampled(ids, logprobs, support)
 
 
-def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
-    """logits / temperature, checked; temperature 0 counts as 1."""
+def check_logits(logits: Tensor, temperature: Tensor) -> Tensor:
+    """logits / temperature (0 counts as 1); raise ShapeError, DataError or NumericsError where that cannot be used."""
     if logits.ndim != 2 or logits.shape[1] == 0 or temperature.shape != logits.shape[:1]:
-        raise ShapeError("sampling: shapes do not fit",
-                         where=f"logits {tuple(logits.shape)}, temperature {tuple(temperature.shape)}",
-                         expected="logits [S, V] with V >= 1, temperature [S]")
+        raise ShapeError(
+            "sampling: shapes do not fit",
+            where=f"logits {tuple(logits.shape)}, temperature {tuple(temperature.shape)}",
+            expected="logits [S, V] with V >= 1, temperature [S]",
+        )
     if not bool(((temperature >= 0) & torch.isfinite(temperature)).all()):
-        raise DataError("a temperature cannot be used", where=f"temperature {temperature.tolist()}", expected="finite, >= 0")
+        raise DataError(
+            "a temperature cannot be used", where=f"temperature {temperature.tolist()}", expected="finite, >= 0"
+        )
     z = logits / torch.where(temperature == 0, 1.0, temperature).unsqueeze(1)
     finite = torch.isfinite(z).all(1)
     if not bool(finite.all()):
         row = int((~finite).nonzero()[0])
         column = int((~torch.isfinite(z[row])).nonzero()[0])
         raise NumericsError(
-            "a logit is not finite", where=f"row {row}, token {column}: logit {float(logits[row, column])}, "
-            f"temperature {float(temperature[row])}", expected="finite logits / temperature")
+            "a logit is not finite",
+            where=f"row {row}, token {column}: logit {float(logits[row, column])}, "
+            f"temperature {float(temperature[row])}",
+            expected="finite logits / temperature",
+        )
     return z
 
 
@@ -133,10 +139,17 @@ def check_parameters(
     named = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "uniform": uniform}
     for name, t in named.items():
         if t.shape != shape[:1]:
-            raise ShapeError(f"sampling: {name} does not fit the logits", where=f"{name} {tuple(t.shape)}, logits {tuple(shape)}",
-                             expected=f"{name} [{shape[0]}]")
-    ranges = ((("top_k", top_k >= 0, ">= 0 (0 = off)")), ("top_p", (top_p > 0) & (top_p <= 1), "in (0, 1] (1 = off)"),
-              ("min_p", (min_p >= 0) & (min_p <= 1), "in [0, 1] (0 = off)"), ("uniform", (uniform >= 0) & (uniform < 1), "in [0, 1)"))
+            raise ShapeError(
+                f"sampling: {name} does not fit the logits",
+                where=f"{name} {tuple(t.shape)}, logits {tuple(shape)}",
+                expected=f"{name} [{shape[0]}]",
+            )
+    ranges = (
+        (("top_k", top_k >= 0, ">= 0 (0 = off)")),
+        ("top_p", (top_p > 0) & (top_p <= 1), "in (0, 1] (1 = off)"),
+        ("min_p", (min_p >= 0) & (min_p <= 1), "in [0, 1] (0 = off)"),
+        ("uniform", (uniform >= 0) & (uniform < 1), "in [0, 1)"),
+    )
     for name, good, expected in ranges:
         if not bool(good.all()):
             row = int((~good).nonzero()[0])
@@ -146,15 +159,28 @@ def check_parameters(
 def check_supports(shape: torch.Size, ids: Tensor, supports: Sequence[Tensor | None] | None) -> None:
     """Raise ShapeError or DataError unless every id lies in its support and in the vocabulary."""
     if ids.shape != shape[:1] or (supports is not None and len(supports) != shape[0]):
-        raise ShapeError("token_logprobs: shapes do not fit", where=f"ids {tuple(ids.shape)}, logits {tuple(shape)}",
-                         expected="ids [S] and one support (or None) a row")
+        raise ShapeError(
+            "token_logprobs: shapes do not fit",
+            where=f"ids {tuple(ids.shape)}, logits {tuple(shape)}",
+            expected="ids [S] and one support (or None) a row",
+        )
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < shape[1]:
-        raise DataError("a token id is outside the vocabulary", where=f"ids {int(ids.min())}..{int(ids.max())}",
-                        expected=f"0..{shape[1] - 1}")
+        raise DataError(
+            "a token id is outside the vocabulary",
+            where=f"ids {int(ids.min())}..{int(ids.max())}",
+            expected=f"0..{shape[1] - 1}",
+        )
     for row, support in enumerate(supports or ()):
+        if support is not None and support.numel() and not 0 <= int(support.min()) <= int(support.max()) < shape[1]:
+            raise DataError(
+                "a support holds ids outside the vocabulary", where=f"row {row}", expected=f"0..{shape[1] - 1}"
+            )
         if support is not None and not bool((support == ids[row]).any()):
-            raise DataError("a token is outside the support it was sampled from", where=f"row {row}: id {int(ids[row])}",
-                            fix="store the support that sample() returned with the token")
+            raise DataError(
+                "a token is outside the support it was sampled from",
+                where=f"row {row}: id {int(ids[row])}",
+                fix="store the support that sample() returned with the token",
+            )
 
 
 def _exponentials(z: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -171,7 +197,7 @@ def _log_probability(d: Tensor, total: Tensor) -> Tensor:
 
 def _filter(z: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor | None:
     """Kept tokens [S, V] bool, or None when no row filters."""
-    s, v = z.shape
+    v = z.shape[1]
     some_k, some_p, some_min = ((top_k > 0) & (top_k < v)), (top_p < 1), (min_p > 0)
     if not bool((some_k | some_p | some_min).any()):
         return None
@@ -196,7 +222,7 @@ def _filter(z: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor | 
 
 def _inverse_cdf(e: Tensor, prefix: Tensor, uniform: Tensor) -> Tensor:
     """First id whose running sum exceeds uniform * total."""
-    s, v = e.shape
+    v = e.shape[1]
     target = uniform.to(torch.float64).unsqueeze(1) * prefix[:, -1:]
     block = (prefix > target).to(torch.uint8).argmax(1)  # argmax returns the first maximum
     before = torch.where(block > 0, prefix.gather(1, (block - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)

@@ -16,7 +16,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
     Raises: ShapeError when the last dimension is odd.
     """
     if gate_up.shape[-1] % 2:
-        raise ShapeError("swiglu: gate and up must have the same width", where=f"gate_up {tuple(gate_up.shape)}",
-                         expected="an even last dimension")
+        raise ShapeError(
+            "swiglu: gate and up must have the same width",
+            where=f"gate_up {tuple(gate_up.shape)}",
+            expected="an even last dimension",
+        )
     gate, up = gate_up.chunk(2, dim=-1)
     return (gate / (1.0 + exp(-gate))) * up
