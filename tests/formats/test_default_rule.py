@@ -74,7 +74,7 @@ def blocks(rows: int = 2, columns: int = 32, *, low: float = -1e4, high: float =
 
 
 @given(blocks())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_codes_and_scales_are_the_oracle(x: Tensor) -> None:
     for name in ("halfbyte", "halfbyte_token", "halfbyte_kv"):
         q = quantise(x, get_spec(name))
@@ -92,7 +92,7 @@ def test_codes_and_scales_are_the_oracle(x: Tensor) -> None:
 
 
 @given(blocks())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_bf16_values_get_the_nearest_grid_value(x: Tensor) -> None:
     """With a BF16 input the fp32 quotient cannot cross a midpoint, so the code is the nearest of all 15 values exactly,
     and inside the grid the error is at most half a step."""
@@ -122,7 +122,7 @@ def test_dequantised_values_are_exact_in_bf16(x: Tensor) -> None:
 
 
 @given(blocks())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_quantising_again_changes_nothing(x: Tensor) -> None:
     """Values and codes are a fixed point, except in blocks whose scale byte is 1 or 2 (the two smallest subnormals: the
     largest code there need not be 6). The global scale is one too, except that it halves when the largest scale byte
@@ -161,7 +161,7 @@ def test_both_exceptions_of_the_fixed_point_exist() -> None:
 
 
 @given(blocks())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_sign_symmetry(x: Tensor) -> None:
     for name in (*NVFP4, "mx_floor", "mx_even", "mx_rceil", "mx_naive"):
         spec = get_spec(name)

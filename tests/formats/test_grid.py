@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import ShapeError
@@ -79,6 +79,7 @@ def test_e2m1_at_every_point_and_tie(ties: Ties) -> None:
 
 
 @given(st.floats(-(2.0**100), 2.0**100, width=32))
+@settings(deadline=None)
 def test_e2m1_is_nearest(value: float) -> None:
     index = nearest(abs(Fraction(value)), GRID)
     expected = index + 8 if value < 0 and index else index
@@ -123,6 +124,7 @@ def test_every_e8m0_byte() -> None:
 
 
 @given(st.lists(st.integers(0, 15), min_size=2, max_size=64).filter(lambda codes: len(codes) % 2 == 0))
+@settings(deadline=None)
 def test_packing(codes: list[int]) -> None:
     tensor = torch.tensor([codes], dtype=torch.uint8)
     packed = pack_codes(tensor)
@@ -132,6 +134,7 @@ def test_packing(codes: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=8).map(lambda bits: bits * 8))
+@settings(deadline=None)
 def test_packing_bits(bits: list[int]) -> None:
     packed = pack_bits(torch.tensor(bits, dtype=torch.uint8))
     assert packed.tolist() == [sum(b << i for i, b in enumerate(bits[j : j + 8])) for j in range(0, len(bits), 8)]

@@ -14,6 +14,7 @@ import torch
 
 from halfbyte.errors import CheckpointError, NumericsError
 from halfbyte.models import load_checkpoint, parameter_shapes
+from halfbyte.models.checkpoint import check_finite
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -217,6 +218,19 @@ def test_a_weight_that_is_not_finite_is_named(moe: Any, tmp_path: Path, value: f
         load_checkpoint(tmp_path)
     assert f"{name!r} has 1 NaN or infinite" in str(caught.value)
     assert load_checkpoint(tmp_path, finite=False).tensors[name].isfinite().logical_not().sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_bad_value_is_found_wherever_it_is(dtype: torch.dtype) -> None:
+    for length in (1, 7, 64, 259):
+        for at in range(length):
+            for value in (float("nan"), float("inf"), float("-inf")):
+                tensor = torch.linspace(-3, 3, length).to(dtype)
+                tensor[at] = value
+                with pytest.raises(NumericsError, match=f"1 NaN or infinite values of {length}"):
+                    check_finite(tensor, "x")
+    check_finite(torch.full((5,), torch.finfo(dtype).max, dtype=dtype), "x")
+    check_finite(torch.empty(0, 3, dtype=dtype), "x")
 
 
 def sharded(oracle: Any, folder: Path) -> dict[str, Any]:

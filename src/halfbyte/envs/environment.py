@@ -1,15 +1,15 @@
 """What a task is to the rest of halfbyte: prompts by index, and episodes that answer responses turn by turn.
 
-The protocol is multi-turn from the start (issue #2): a single-turn task is an episode whose first turn is its last. Text
-goes in for scoring, token ids go in beside it, and only an observation's text comes back; the loop encodes that once and
-never re-tokenises a response (ms-swift #10012, verl #6719).
+The protocol is multi-turn from the start (issue #2): a single-turn task is an episode whose first turn is its last.
+Text goes in for scoring, token ids go in beside it, and only an observation's text comes back; the loop encodes that
+once and never re-tokenises a response (ms-swift #10012, verl #6719).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias
 
 from halfbyte.errors import DataError
 
@@ -25,7 +25,7 @@ class Prompt:
     """A question and what is needed to score a response.
 
     Arguments:
-        id: the same for the same prompt in every run, unique within an environment.
+        id: the same for the same prompt in every run; unique within a split.
         text: plain text; or
         messages: a conversation for the model's chat template. Exactly one of the two.
         answer: what the scorer compares with; its form is the scorer's business.
@@ -91,7 +91,6 @@ class Episode(Protocol):
         ...
 
 
-@runtime_checkable
 class Environment(Protocol):
     """A task. Everything is a pure function of the arguments, so that a resumed run sees the same prompts."""
 

@@ -20,7 +20,7 @@ from halfbyte.config import Section, close_names, validated
 from halfbyte.envs.answers import final_answer
 from halfbyte.envs.environment import Prompt, Split
 from halfbyte.envs.rewards import RewardFunction, with_reward
-from halfbyte.envs.scoring import Score, Scorer
+from halfbyte.envs.scoring import Score
 from halfbyte.envs.single_turn import SingleTurnEnvironment
 from halfbyte.envs.split import Draws, prompt_key, split_of
 from halfbyte.errors import ConfigError, DataError, MissingExtraError
@@ -28,7 +28,9 @@ from halfbyte.errors import ConfigError, DataError, MissingExtraError
 __all__ = ["ReasoningGymEnvironment", "ReasoningOptions"]
 
 #: Questions depend on the hash seed of the Python process (measured with reasoning-gym 0.1.25): they iterate over sets.
-HASH_SEEDED = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"})
+HASH_SEEDED = frozenset(
+    {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+)
 
 _SLOTS, _TRIES, _BLOCKS = 64, 16, 2**21
 _BLOCK = _SLOTS * _TRIES  # seeds used by one data set object; _BLOCKS of them fill the 2**31 seeds of a split
@@ -87,16 +89,19 @@ class ReasoningGymEnvironment(SingleTurnEnvironment):
         own = {key: value for key, value in options.items() if key in ReasoningOptions.model_fields}
         self.options = validated(ReasoningOptions, own, f"options of {name}")
         if "{question}" not in self.options.template:
-            raise ConfigError("template lacks {question}", where=f"options of {name}", expected="text around {question}")
+            raise ConfigError(
+                "template lacks {question}", where=f"options of {name}", expected="text around {question}"
+            )
         self._dataset, self._config = dataset, {k: v for k, v in options.items() if k not in own}
         self._check_config(registered[dataset][1], name)
         self._sets: OrderedDict[tuple[Split, int], Any] = OrderedDict()
         self._prompts: OrderedDict[tuple[Split, int], Prompt] = OrderedDict()
-        super().__init__(name, with_reward(self._own_scorer(), reward))
-        self._block("train", 0)  # refuses a configuration now, not in the middle of a run
+        # Made now, so that a configuration is refused here and not in the middle of a run; kept for its scoring.
+        self._first = self._block("train", 0)
+        super().__init__(name, with_reward(self._own_score, reward))
         if dataset in HASH_SEEDED and os.environ.get("PYTHONHASHSEED", "random") == "random":
             warnings.warn(
-                f"questions of {name} differ from process to process; set PYTHONHASHSEED=0, or a resumed run sees others",
+                f"questions of {name} differ between processes; set PYTHONHASHSEED=0, or a resumed run sees others",
                 stacklevel=2,
             )
 
@@ -154,7 +159,7 @@ class ReasoningGymEnvironment(SingleTurnEnvironment):
         return self.options.eval_seed if split == "eval" else self.options.seed
 
     def _block(self, split: Split, block: int) -> Any:
-        """The data set whose ``_BLOCK`` seeds belong to ``block``: item i uses seed + i, and large ones are slow to make."""
+        """The data set with the seeds of ``block``: item i uses seed + i. Small blocks, as some are made in advance."""
         first = Draws("reasoning_gym", self._seed(split)).below(_BLOCKS)
         seed = (first + block) % _BLOCKS * _BLOCK + (2**31 if split == "eval" else 0)
         key = (split, seed)
@@ -204,13 +209,9 @@ class ReasoningGymEnvironment(SingleTurnEnvironment):
                     fix=f"did you mean {' or '.join(close)}?" if close else "",
                 )
 
-    def _own_scorer(self) -> Scorer:
-        def score(prompt: Prompt, response: str) -> Score:
-            entry = prompt.metadata["entry"]
-            reward = self._block("train", 0).score_answer(final_answer(response), entry)
-            return Score(reward, reward >= self.options.correct_at)
-
-        return score
+    def _own_score(self, prompt: Prompt, response: str) -> Score:
+        reward = self._first.score_answer(final_answer(response), prompt.metadata["entry"])
+        return Score(reward, reward >= self.options.correct_at)
 
 
 def _package() -> Any:

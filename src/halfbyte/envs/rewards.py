@@ -1,8 +1,8 @@
 """``module:function`` rewards: the user's own Python function scores responses.
 
 ``reward = "my_rewards:score"`` is called as ``score(prompt=..., response=..., answer=..., **metadata)`` and returns a
-number, or a ``Score`` to say what counts as correct. ``prompt`` is the text, or the list of messages. A function without
-``**kwargs`` is given only the arguments it names. ``path/to/file.py:function`` works too.
+number, or a ``Score`` to say what counts as correct. ``prompt`` is the text, or the list of messages. A function
+without ``**kwargs`` is given only the arguments it names. ``path/to/file.py:function`` works too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class RewardFunction:
     def scorer(self, own: Scorer | None) -> Scorer:
         """A scorer with this reward; what is correct is still for ``own``, the environment's scorer, to say.
 
-        A shaped reward (length, format, partial credit) should not redefine accuracy. Without ``own`` the reward decides
-        by ``correct_at``; a function that returns a ``Score`` always decides.
+        A shaped reward (length, format, partial credit) should not redefine accuracy. Without ``own`` the reward
+        decides by ``correct_at``; a function that returns a ``Score`` always decides.
         """
 
         def score(prompt: Prompt, response: str) -> Score:
@@ -139,7 +139,9 @@ def _load_file(path: Path, where: str) -> ModuleType:
 
 
 def _import_failed(name: str, where: str) -> ConfigError:
-    return ConfigError(f"{name} fails while it is imported:\n{traceback.format_exc()}", where=where, fix="mend the module")
+    return ConfigError(
+        f"{name} fails while it is imported:\n{traceback.format_exc()}", where=where, fix="mend the module"
+    )
 
 
 def _accepted(function: Callable[..., Any], where: str) -> frozenset[str] | None:

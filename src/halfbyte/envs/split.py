@@ -1,7 +1,7 @@
 """Held-out prompts, and randomness that is a function of a counter.
 
-Whether a prompt is held out depends on its text alone: not on a seed, an index or the run. So a policy that was warmed up
-on train prompts of one seed has never seen an eval prompt of any other, and the two splits cannot overlap.
+Whether a prompt is held out depends on its text alone: not on a seed, an index or the run. So a policy that was warmed
+up on train prompts of one seed has never seen an eval prompt of any other, and the two splits cannot overlap.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import unicodedata
 from collections.abc import Sequence
 
 from halfbyte.envs.environment import Message, Prompt, Split
-from halfbyte.errors import ConfigError
 
-__all__ = ["Draws", "prompt_key", "require_share", "split_of"]
+__all__ = ["Draws", "prompt_key", "split_of"]
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """The text by which two prompts are the same: composed or decomposed Unicode and runs of white space do not matter, and a chat of one
-    user message equals that message as plain text."""
+    """The text by which two prompts are the same.
+
+    Composed or decomposed Unicode and runs of white space do not matter, and a chat of one user message equals that
+    message as plain text.
+    """
     if prompt.text is not None:
         return _normal(prompt.text)
     messages: Sequence[Message] = prompt.messages or ()
@@ -34,12 +36,6 @@ def split_of(key: str, eval_share: float) -> Split:
     return "eval" if int.from_bytes(digest, "big") < eval_share * 2.0**64 else "train"
 
 
-def require_share(share: float, where: str) -> None:
-    """Raises ConfigError unless ``share`` leaves prompts on both sides."""
-    if not 0.0 < share < 1.0:
-        raise ConfigError(f"eval_share is {share}", where=where, expected="a share between 0 and 1, both excluded")
-
-
 class Draws:
     """An endless stream of integers, a pure function of its key (BLAKE2b in counter mode).
 
@@ -48,7 +44,9 @@ class Draws:
     """
 
     def __init__(self, *key: object) -> None:
-        self._key = hashlib.blake2b("\x1f".join(map(str, key)).encode(), digest_size=32, person=b"halfbyte-draws").digest()
+        self._key = hashlib.blake2b(
+            "\x1f".join(map(str, key)).encode(), digest_size=32, person=b"halfbyte-draws"
+        ).digest()
         self._counter = 0
         self._words: list[int] = []
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -210,12 +211,17 @@ class Engine:
         prompt_ids: Sequence[int],
         response_ids: Sequence[int],
         sampling: SamplingParams | None = None,
-        supports: Sequence[np.ndarray | None] | None = None,
-    ) -> np.ndarray:
-        """Teacher-forced log-probs [R] float32 of a response, by the same execution; bit-equal to those of sampling it."""
+        supports: Sequence[npt.NDArray[np.int32] | None] | None = None,
+        generated: Sequence[bool] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Teacher-forced log-probs [R] float32 of a response, by the same execution; bit-equal to those of sampling it.
+
+        ``generated`` [P + R] says which tokens run in decode precision; by default those of the response.
+        """
         sampling = sampling or SamplingParams()
         tokens = [*prompt_ids, *response_ids]
-        request = Request(tuple(tokens[:-1]), SamplingParams(max_tokens=1), generated=tuple(i >= len(prompt_ids) for i in range(len(tokens) - 1)))
+        flags = generated or [i >= len(prompt_ids) for i in range(len(tokens))]
+        request = Request(tuple(tokens[:-1]), SamplingParams(max_tokens=1), generated=tuple(flags[:-1]))
         self._check(request)
         sample = Sample(request, 0, -1, list(request.prompt_ids), frozenset())
         scheduler = Scheduler(

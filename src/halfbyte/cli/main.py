@@ -1,0 +1,62 @@
+"""The program ``halfbyte``: dispatch, exit codes, and messages instead of tracebacks for user errors.
+
+Exit codes: 0 done; 1 a bug (with a traceback); 2 a user error or a wrong command line; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from halfbyte import __version__
+from halfbyte.cli import threads
+from halfbyte.cli.doctor import doctor
+from halfbyte.cli.generate import generate
+from halfbyte.cli.report import report
+from halfbyte.cli.train import train
+from halfbyte.errors import UserError
+
+__all__ = ["make_app", "main"]
+
+
+def make_app() -> App:
+    """The commands and their flags."""
+    app = App(
+        name="halfbyte",
+        help="Reinforcement learning of language models with 4-bit (FP4) rollouts.",
+        version=__version__,
+        help_format="plaintext",
+        suppress_keyboard_interrupt=False,
+    )
+    for command in (train, generate, report, doctor):
+        app.command(command)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (``sys.argv`` by default) and return its exit code."""
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        threads.apply()
+        code = make_app()(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except UserError as error:
+        return _fail(str(error))
+    except CycloptsError as error:
+        return _fail(f"{error}\n  fix: see halfbyte --help")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has left (`halfbyte doctor | head`); nothing may be written to that pipe again, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
