@@ -99,12 +99,11 @@ HALFBYTE_INLINE __m256i encode_blocks(const __m512* u) {
     return _mm256_permutexvar_epi16(order, merged);
 }
 
-// Up to 16 blocks. With a power-of-two global scale the divisor s has four significant bits, and multiplying by 1/s rounded
-// towards zero puts every x on the same side of every midpoint (or on it) as dividing by s does: checked for all eight
-// mantissas in tests/kernels. Any other divisor is divided by.
+// Up to 16 blocks. With a power-of-two global scale the divisor s has four significant bits: the quotient comes from the rounded
+// reciprocal and one correction by the exact remainder (Markstein 1990), which is the rounded quotient. Any other s is divided by.
 template <bool Bf16, bool Reciprocal>
 HALFBYTE_INLINE void usual_blocks(const void* x, int64_t first, int64_t count, __m512 global, uint8_t* codes, uint8_t* scales) {
-    alignas(64) float divisor[16];
+    alignas(64) float divisor[16], reciprocal[16];
     __m512 amax;
     if (count == 16) {
         __m512 v[16];
@@ -123,8 +122,8 @@ HALFBYTE_INLINE void usual_blocks(const void* x, int64_t first, int64_t count, _
     const __m512 s = _mm512_mul_ps(e4m3, global);
     const __mmask16 live = _mm512_cmp_ps_mask(s, _mm512_setzero_ps(), _CMP_GT_OQ);
     if constexpr (Reciprocal) {
-        const __m512 r = _mm512_maskz_div_round_ps(live, _mm512_set1_ps(4.0f), s, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
-        _mm512_store_ps(divisor, r);
+        _mm512_store_ps(divisor, _mm512_mul_ps(s, _mm512_set1_ps(0.25f)));
+        _mm512_store_ps(reciprocal, _mm512_maskz_div_ps(live, _mm512_set1_ps(4.0f), s));
     } else {
         _mm512_store_ps(divisor, s);
     }
@@ -135,7 +134,9 @@ HALFBYTE_INLINE void usual_blocks(const void* x, int64_t first, int64_t count, _
             const __m512 v = inside ? load_values<Bf16>(x, (first + j + i) * 16) : _mm512_setzero_ps();
             const __m512 d = _mm512_set1_ps(inside ? divisor[j + i] : 1.0f);
             if constexpr (Reciprocal) {
-                u[i] = _mm512_mul_ps(v, d);
+                const __m512 r = _mm512_set1_ps(inside ? reciprocal[j + i] : 0.0f);
+                const __m512 q = _mm512_mul_ps(v, r);
+                u[i] = _mm512_fmadd_ps(_mm512_fnmadd_ps(q, d, v), r, q);
             } else {
                 const __mmask16 nonzero = _mm512_cmp_ps_mask(d, _mm512_setzero_ps(), _CMP_GT_OQ);
                 u[i] = _mm512_mul_ps(_mm512_maskz_div_ps(nonzero, v, d), _mm512_set1_ps(4.0f));

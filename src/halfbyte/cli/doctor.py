@@ -9,14 +9,17 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from halfbyte.cli.parameter import flag
+
 __all__ = ["doctor"]
 
 
 def doctor(
     model: Annotated[Path | None, Parameter(help="Model folder (config.json is enough) to cost.")] = None,
+    /,
     *,
     context: Annotated[int, Parameter(help="Tokens of KV cache to cost.")] = 4096,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, Parameter("--json"), flag("Print one JSON object.")] = False,
 ) -> int:
     """Show processor, kernels, versions, threads and precisions; with a model folder, its memory at each precision."""
     from halfbyte.cli import machine

@@ -1,9 +1,9 @@
 """What a model costs in memory at each precision, computed from its shapes; nothing is loaded.
 
-The counting follows what the rollout packs (``halfbyte.rollout.weights``): projections that share an input are one matrix,
-rows are padded to panels of 16, FP4 weights take 4 bits and a scale byte per block and one FP32 global scale a row, a tied
-head is packed as a matrix of its own, and the embedding and norms stay as published. A matrix whose inputs are no multiple
-of the block stays in BF16 (torchao #3233) and is listed. Tests compare with the bytes of weights really packed.
+The counting follows what the rollout packs (``halfbyte.rollout.weights``): projections that share an input are one
+matrix, rows are padded to panels of 16, FP4 weights take 4 bits, a scale byte a block and an FP32 global scale a row, a
+tied head is packed as a matrix of its own, embedding and norms stay as published. A matrix whose inputs are no
+multiple of the block stays in BF16 (torchao #3233) and is listed. Tests compare with weights really packed.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from halfbyte.models.architecture import (
+from halfbyte.models import (
     Architecture,
-    Site,
+    load_checkpoint,
     parameter_count,
     parameter_shapes,
     parameters_by_site,
     site_of,
 )
-from halfbyte.models.checkpoint import load_checkpoint, read_json
+from halfbyte.models.checkpoint import read_json
+from halfbyte.models.parameter_names import Site
 from halfbyte.models.precision import PRESETS, Kind, Precision
 
-__all__ = ["footprint", "open_architecture", "weight_bytes"]
+__all__ = ["footprint", "kv_bytes", "open_architecture", "weight_bytes"]
 
 PANEL = 16
 
@@ -33,7 +34,6 @@ PANEL = 16
 class _Matrix:
     """A weight [rows, columns], ``copies`` times (experts)."""
 
-    name: str
     site: Site
     rows: int
     columns: int
@@ -63,9 +63,7 @@ def footprint(architecture: Architecture, context: int) -> dict[str, Any]:
         by_site, notes = weight_bytes(architecture, precision)
         per_token = kv_bytes(architecture, precision)
         if per_token is None:
-            notes.append(
-                f"head_dim {architecture.head_dim} holds no whole blocks of 16: no FP4 KV cache for this model"
-            )
+            notes.append(f"head_dim {architecture.head_dim} holds no whole blocks of 16: no FP4 KV cache")
         weights = sum(by_site.values())
         rows.append(
             {
@@ -133,17 +131,18 @@ def _matrices(architecture: Architecture) -> list[_Matrix]:
     a = architecture
     attention_out = a.n_heads * a.head_dim
     qkv = attention_out + 2 * a.n_kv_heads * a.head_dim
-    found = [_Matrix("head", "head", a.vocab_size, a.hidden_size)]
+    found = [_Matrix("head", a.vocab_size, a.hidden_size)]
     for layer in range(a.n_layers):
-        found += [
-            _Matrix("qkv", "attention", qkv, a.hidden_size),
-            _Matrix("o", "attention", a.hidden_size, attention_out),
-        ]
+        found += [_Matrix("attention", qkv, a.hidden_size), _Matrix("attention", a.hidden_size, attention_out)]
         if a.is_moe_layer(layer):
-            inner, copies, site = a.moe_intermediate_size, a.n_experts, "experts"
-            found.append(_Matrix("router", "router", a.n_experts, a.hidden_size))
+            found += [
+                _Matrix("router", a.n_experts, a.hidden_size),
+                _Matrix("experts", 2 * a.moe_intermediate_size, a.hidden_size, a.n_experts),
+                _Matrix("experts", a.hidden_size, a.moe_intermediate_size, a.n_experts),
+            ]
         else:
-            inner, copies, site = a.intermediate_size, 1, "mlp"
-        found.append(_Matrix("gate_up", site, 2 * inner, a.hidden_size, copies))
-        found.append(_Matrix("down", site, a.hidden_size, inner, copies))
+            found += [
+                _Matrix("mlp", 2 * a.intermediate_size, a.hidden_size),
+                _Matrix("mlp", a.hidden_size, a.intermediate_size),
+            ]
     return found

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from halfbyte.cli import threads as thread_policy
+from halfbyte.cli.parameter import flag
 
 __all__ = ["generate"]
 
@@ -25,8 +26,8 @@ def generate(
     min_p: Annotated[float, Parameter(help="Keep tokens above this share of the largest probability.")] = 0.0,
     seed: Annotated[int, Parameter(help="Same seed, prompt and sample: same tokens, whatever shares the batch.")] = 0,
     n: Annotated[int, Parameter(help="Responses per prompt.")] = 1,
-    stop: Annotated[tuple[str, ...], Parameter(negative="", help="Text that ends a response; may be repeated.")] = (),
-    logprobs: Annotated[bool, Parameter(negative="", help="Write token ids and their log-probs.")] = False,
+    stop: Annotated[tuple[str, ...], flag("Text that ends a response; may be repeated.")] = (),
+    logprobs: Annotated[bool, flag("Write token ids and their log-probs.")] = False,
     threads: Annotated[int | None, Parameter(help="Threads; all usable cores by default.")] = None,
 ) -> int:
     """Generate responses with the rollout engine."""

@@ -19,7 +19,7 @@ from halfbyte.cli.report import report
 from halfbyte.cli.train import train
 from halfbyte.errors import UserError
 
-__all__ = ["make_app", "main"]
+__all__ = ["main", "make_app"]
 
 
 def make_app() -> App:

@@ -12,6 +12,7 @@ __all__ = ["report"]
 
 def report(
     run: Annotated[Path, Parameter(help="Run folder, of a run finished, stopped or still going.")],
+    /,
     *,
     out: Annotated[Path | None, Parameter(help="HTML file; report.html in the run folder by default.")] = None,
 ) -> int:

@@ -1,11 +1,12 @@
 """How many threads, and what they do while they wait. Must run before torch is imported.
 
-torch's OpenMP threads spin at every barrier. On two cores that two processes share (a trainer beside an engine, or anything
-else that is busy), they spin away the time of the thread they wait for. Here they give up their core almost at once
-(``bench/threads.py`` measures what that costs and saves). What the user has set in the environment is left alone.
+torch's OpenMP threads spin at every barrier. On cores that several processes share (a trainer beside an engine, or
+anything else that is busy), they spin away the time of the thread they wait for. Here they give up their core almost at
+once (``bench/threads.py`` measures what that costs and saves). A waiting policy that the user has set is left alone.
 
-How many, first that is set: the argument (``--threads``, or ``train.threads`` of a configuration), ``HALFBYTE_THREADS``,
-``OMP_NUM_THREADS``, the cores this process may use (affinity and container quota). The native kernels' own pool follows.
+How many, the first that is set: the argument (``--threads``, or ``train.threads`` of a configuration),
+``HALFBYTE_THREADS``, ``OMP_NUM_THREADS``, the cores this process may use (affinity and container quota). The native
+kernels' own pool follows.
 """
 
 from __future__ import annotations
@@ -19,20 +20,17 @@ from halfbyte.errors import ConfigError
 
 __all__ = ["SPIN_COUNT", "apply", "usable_cores"]
 
-#: Loop turns that GNU OpenMP waits before it sleeps (its own default is 300,000, or "for ever" when told to be active).
+#: Turns of its waiting loop that a thread of GNU OpenMP makes before it sleeps.
 SPIN_COUNT = 100
 _CGROUP = Path("/sys/fs/cgroup/cpu.max")
 
 
-def apply(count: int | None = None, environ: MutableMapping[str, str] | None = None) -> int:
+def apply(count: int | None = None, environ: MutableMapping[str, str] | None = None) -> None:
     """Set the environment variables that OpenMP and the native pool read when they load.
 
     Arguments:
         count: threads; None takes the environment's word, or the usable cores.
         environ: the environment to change; the process's own by default.
-
-    Returns:
-        The number of threads decided on.
 
     Raises:
         ConfigError: a count that is not a positive integer.
@@ -47,11 +45,9 @@ def apply(count: int | None = None, environ: MutableMapping[str, str] | None = N
         target["OMP_NUM_THREADS"] = str(usable_cores())
     if "OMP_WAIT_POLICY" not in target and "GOMP_SPINCOUNT" not in target:
         target["OMP_WAIT_POLICY"] = "PASSIVE"  # every OpenMP runtime
-        target["GOMP_SPINCOUNT"] = str(SPIN_COUNT)  # GNU's, which then prefers it to the policy
-    chosen = asked or usable_cores()
+        target["GOMP_SPINCOUNT"] = str(SPIN_COUNT)  # GNU's, which prefers it to the policy
     if environ is None and asked is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(asked)  # too late for the variables
-    return chosen if asked is not None else _first(target["OMP_NUM_THREADS"], chosen)
 
 
 def usable_cores() -> int:
@@ -73,9 +69,3 @@ def _positive(environ: MutableMapping[str, str], name: str) -> int | None:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise ConfigError(f"{name} is {text!r}", where="environment", expected="a positive integer")
     return int(text)
-
-
-def _first(text: str, default: int) -> int:
-    """The outermost level of an ``OMP_NUM_THREADS`` list such as ``4,2``."""
-    head = text.split(",")[0].strip()
-    return int(head) if head.isascii() and head.isdigit() and int(head) > 0 else default

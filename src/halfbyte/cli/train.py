@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from halfbyte.cli import threads as thread_policy
+from halfbyte.cli.parameter import flag
 
 __all__ = ["train"]
 
@@ -21,10 +22,12 @@ def train(
     steps: Annotated[int | None, Parameter(help="Training steps.")] = None,
     seed: Annotated[int | None, Parameter(help="Seed of sampling and of the order of prompts.")] = None,
     out: Annotated[Path | None, Parameter(help="Run folder.")] = None,
-    resume: Annotated[bool, Parameter(negative="", help="Go on with the run in the run folder.")] = False,
-    overwrite: Annotated[bool, Parameter(negative="", help="Replace the run in the run folder.")] = False,
+    resume: Annotated[bool, flag("Go on with the run in the run folder.")] = False,
+    overwrite: Annotated[bool, flag("Replace the run in the run folder.")] = False,
     settings: Annotated[
-        tuple[str, ...], Parameter(name="--set", negative="", help="section.key=value; may be repeated.")
+        tuple[str, ...],
+        Parameter("--set"),
+        flag("section.key=value; may be repeated."),
     ] = (),
     threads: Annotated[int | None, Parameter(help="Threads; all usable cores by default.")] = None,
 ) -> int:

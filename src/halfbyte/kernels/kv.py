@@ -14,6 +14,7 @@ back with :meth:`KvLayer.read` and :meth:`KvLayer.quantised`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -28,7 +29,7 @@ __all__ = [
     "KvKind",
     "KvLayer",
     "check_slots",
-    "copy_page",
+    "copy_pages",
     "kv_bytes_per_token",
     "new_kv_layer",
     "unpack_words",
@@ -163,13 +164,21 @@ def new_kv_layer(
     return KvLayer(kind, page_size, n_kv, head_dim, *words, *scales, spec)
 
 
-def copy_page(layer: KvLayer, src: int, dst: int) -> None:
-    """Copy page ``src`` over page ``dst`` (copy-on-write of a page shared by several samples)."""
-    if not (0 <= src < layer.n_pages and 0 <= dst < layer.n_pages):
-        raise ShapeError(f"copy_page: page {src} or {dst} does not exist", expected=f"0..{layer.n_pages - 1}")
+def copy_pages(layer: KvLayer, src: Sequence[int], dst: Sequence[int]) -> None:
+    """Copy pages ``src[i]`` over pages ``dst[i]``, all at once (copy-on-write of pages shared by several samples).
+
+    Raises: ShapeError for a page that does not exist, a page written twice, or lists of unequal length.
+    """
+    if len(src) != len(dst) or len(set(dst)) != len(dst):
+        raise ShapeError(f"copy_pages: {len(src)} sources, {len(set(dst))} distinct targets of {len(dst)}")
+    if not src:
+        return
+    if not (0 <= min(*src, *dst) and max(*src, *dst) < layer.n_pages):
+        raise ShapeError(f"copy_pages: page {min(*src, *dst)} or {max(*src, *dst)} does not exist", expected=f"0..{layer.n_pages - 1}")
+    source, target = torch.tensor(src), torch.tensor(dst)
     for array in (layer.k, layer.v, layer.k_scales, layer.v_scales):
         if array is not None:
-            array[dst].copy_(array[src])
+            array.index_copy_(0, target, array.index_select(0, source))
 
 
 def check_slots(layer: KvLayer, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from halfbyte.formats import QuantSpec, QuantTensor
+from halfbyte.kernels.kv import KvKind, KvLayer
+from halfbyte.kernels.reference.sampling import Sampled
 from halfbyte.kernels.weights import LinearKind, PackedExperts, PackedLinear
 
-if TYPE_CHECKING:
-    from halfbyte.kernels.kv import KvLayer
-    from halfbyte.kernels.reference.sampling import Sampled
-
-__all__ = ["Kernels", "KvKind"]
-
-KvKind = Literal["fp32", "bf16", "fp4"]
+__all__ = ["Kernels"]
 
 
 @runtime_checkable
@@ -113,8 +109,8 @@ class Kernels(Protocol):
         """Writes ``k, v [T, Hkv, D] f32`` at ``slots [T] int64`` (page * page_size + offset), rounding as ``layer.kind`` says."""
         ...
 
-    def copy_page(self, layer: KvLayer, src: int, dst: int) -> None:
-        """Copies one page (copy-on-write of a shared prompt page)."""
+    def copy_pages(self, layer: KvLayer, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copies pages ``src[i]`` over pages ``dst[i]`` (copy-on-write of shared prompt pages)."""
         ...
 
     def attention(
@@ -146,5 +142,5 @@ class Kernels(Protocol):
         *,
         want_support: bool = False,
     ) -> Sampled:
-        """Token ids, their log-probabilities under the distribution sampled from, and on request the kept ids of each row."""
+        """Token ids ``[S] int64`` and their log-probabilities ``[S] f32`` under the distribution sampled from."""
         ...

@@ -115,7 +115,8 @@ def policy_loss(tokens: LossInput, settings: PolicySettings) -> LossResult:
     everywhere = torch.ones_like(mask[mask])
 
     base = _base_logp(tokens, settings)
-    base = logp.detach() if base is None else base.detach()[mask]
+    # log_ratio takes the base as a constant, so without old log-probs the ratio is 1 and its gradient that of logp.
+    base = logp if base is None else base[mask]
     difference = log_ratio(logp, base, everywhere, tokens.sequence_index[mask], settings.ratio)
     ratio = clamped_exp(difference)
     upper = torch.clamp(ratio, max=1.0 + settings.eps_high)

@@ -188,7 +188,7 @@ class Engine:
             sample = item.sample
             completes = item.completes
             sample.computed += item.count
-            if self.options.prefix_cache:
+            if self.options.prefix_cache and sample.computed - item.count < sample.prompt_length:
                 self._register(sample)
             if completes:
                 for each in (sample, *self.scheduler.fork(sample)):
@@ -325,10 +325,10 @@ class Engine:
     def _draw(self, samples: list[Sample], logits: Tensor, batch: StepBatch) -> None:
         params = [s.request.sampling for s in samples]
         numbers = uniform(
-            np.array([p.seed & 0xFFFFFFFFFFFFFFFF for p in params], dtype=np.uint64),
-            np.array([s.request.key & 0xFFFFFFFFFFFFFFFF for s in samples], dtype=np.uint64),
-            np.array([s.index for s in samples], dtype=np.uint64),
-            np.array([len(s.tokens) for s in samples], dtype=np.uint64),
+            _words([p.seed for p in params]),
+            _words([s.request.key for s in samples]),
+            _words([s.index for s in samples]),
+            _words([len(s.tokens) for s in samples]),
         )
         filtered = any(p.filtered for p in params)
         try:
@@ -408,3 +408,7 @@ class Engine:
             routes=routes,
             supports=list(sample.supports) if any(s is not None for s in sample.supports) else None,
         )
+
+
+def _words(values: list[int]) -> npt.NDArray[np.uint64]:
+    return np.array([v & 0xFFFFFFFFFFFFFFFF for v in values], dtype=np.uint64)

@@ -52,6 +52,7 @@ class PagePool:
         self.routes: npt.NDArray[np.int16] = np.full(shape, -1, dtype=np.int16)
         self._references = [0] * n_pages
         self._free = list(range(n_pages - 1, -1, -1))
+        self._copies: list[tuple[int, int]] = []  # promised by writable, not carried out yet
         self._prefix: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # registered pages nobody holds, least recently used first
@@ -98,7 +99,10 @@ class PagePool:
                     self._free.append(page)
 
     def writable(self, page: int) -> int | None:
-        """The page itself if only one sequence holds it, else a private copy (None when no page is free)."""
+        """The page itself if only one sequence holds it, else a private copy (None when no page is free).
+
+        The copy's contents are there after :meth:`flush_copies`.
+        """
         if self._references[page] == 1:
             if page in self._digest_of:
                 self._forget(page)
@@ -106,12 +110,25 @@ class PagePool:
         copy = self.allocate()
         if copy is None:
             return None
-        for layer in self.layers:
-            self.kernels.copy_page(layer, page, copy)
-        size = self.page_size
-        self.routes[copy * size : (copy + 1) * size] = self.routes[page * size : (page + 1) * size]
+        self._copies.append((page, copy))
         self.release([page])
         return copy
+
+    def private(self, page: int) -> bool:
+        """Whether a single sequence holds the page and may write to it."""
+        return self._references[page] == 1 and page not in self._digest_of
+
+    def flush_copies(self) -> None:
+        """Carry out the copies that :meth:`writable` promised, all at once; call before pages are written or freed."""
+        if not self._copies:
+            return
+        sources, targets = ([pair[i] for pair in self._copies] for i in (0, 1))
+        self._copies = []
+        for layer in self.layers:
+            self.kernels.copy_pages(layer, sources, targets)
+        if self.moe_layers:
+            paged = self.routes.reshape(self.n_pages, self.page_size, *self.routes.shape[1:])
+            paged[targets] = paged[sources]
 
     def digests(self, version: int, tokens: Sequence[int], count: int) -> list[bytes]:
         """Chained digests of the first ``count`` full pages of ``tokens`` under a weight version."""

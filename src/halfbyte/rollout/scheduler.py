@@ -116,6 +116,7 @@ class Scheduler:
             assert reserved, "room was checked"
             work.append(Work(sample, count))
             budget -= count
+        self.pool.flush_copies()
         return [w for w in work if w.sample.order in self.running]
 
     def _attach_prefix(self, sample: Sample, version: int) -> None:
@@ -134,6 +135,10 @@ class Scheduler:
     def _reserve(self, sample: Sample, count: int) -> bool:
         """Make the pages of the next ``count`` tokens exist and private; preempt later samples when the pool is full."""
         size = self.pool.page_size
+        if count == 1:  # the common case of decoding into a page of one's own
+            index = sample.computed // size
+            if index < len(sample.pages) and self.pool.private(sample.pages[index]):
+                return True
         first, last = sample.computed // size, (sample.computed + count - 1) // size
         for index in range(first, last + 1):
             while True:
@@ -152,6 +157,7 @@ class Scheduler:
 
     def _preempt(self, sample: Sample) -> None:
         self.preemptions += 1
+        self.pool.flush_copies()  # before a freed page can become the target of another copy
         del self.running[sample.order]
         self._release(sample)
         self.waiting.appendleft(sample)

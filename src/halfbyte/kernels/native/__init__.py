@@ -6,18 +6,25 @@ Importing this package raises ImportError where the extension was not built; the
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from halfbyte.formats import QuantSpec, QuantTensor
 from halfbyte.kernels import _native
+from halfbyte.kernels import kv as _kv
+from halfbyte.kernels.kv import KvKind, KvLayer
+from halfbyte.kernels.native import attention as _attention
 from halfbyte.kernels.native import experts as _experts
+from halfbyte.kernels.native import kv_store as _kv_store
 from halfbyte.kernels.native import linear as _linear
+from halfbyte.kernels.native import norm as _norm
 from halfbyte.kernels.native import quantise as _quantise
-from halfbyte.kernels.protocol import KvKind
-from halfbyte.kernels.reference import ReferenceKernels
+from halfbyte.kernels.native import rope as _rope
+from halfbyte.kernels.native import sampling as _sampling
+from halfbyte.kernels.native import swiglu as _swiglu
+from halfbyte.kernels.reference.sampling import Sampled
 from halfbyte.kernels.weights import LinearKind, PackedExperts, PackedLinear
 
 __all__ = ["NativeKernels", "instruction_sets", "set_thread_count", "thread_count"]
@@ -43,7 +50,7 @@ def set_thread_count(n: int) -> None:
 set_thread_count(int(os.environ.get("HALFBYTE_THREADS") or torch.get_num_threads()))
 
 
-class NativeKernels(ReferenceKernels):
+class NativeKernels:
     """``Kernels`` in C++ for one instruction set; the docstrings are the protocol's."""
 
     def __init__(self, isa: str) -> None:
@@ -98,3 +105,49 @@ class NativeKernels(ReferenceKernels):
 
     def experts(self, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> Tensor:
         return _experts.experts(self._isa, x, expert_ids, gates, w)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _norm.rms_norm(x, weight, eps, isa=self._isa)
+
+    def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return _rope.rope(x, positions, cos, sin, isa=self._isa)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        return _swiglu.swiglu(gate_up, isa=self._isa)
+
+    def new_kv_layer(
+        self, n_pages: int, page_size: int, n_kv: int, head_dim: int, kind: KvKind, spec: QuantSpec | None = None
+    ) -> KvLayer:
+        return _kv.new_kv_layer(n_pages, page_size, n_kv, head_dim, kind, spec)
+
+    def store_kv(self, layer: KvLayer, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        _kv_store.store_kv(layer, k, v, slots, isa=self._isa)
+
+    def copy_pages(self, layer: KvLayer, src: Sequence[int], dst: Sequence[int]) -> None:
+        _kv.copy_pages(layer, src, dst)
+
+    def attention(
+        self, q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor, scale: float
+    ) -> Tensor:
+        return _attention.attention(q, layer, page_table, query_start, context_len, scale, isa=self._isa)
+
+    def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
+        return _sampling.log_softmax(logits, temperature, isa=self._isa)
+
+    def token_logprobs(
+        self, logits: Tensor, ids: Tensor, temperature: Tensor, supports: Sequence[Tensor | None] | None = None
+    ) -> Tensor:
+        return _sampling.token_logprobs(logits, ids, temperature, supports, isa=self._isa)
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        uniform: Tensor,
+        *,
+        want_support: bool = False,
+    ) -> Sampled:
+        return _sampling.sample(logits, temperature, top_k, top_p, min_p, uniform, want_support=want_support, isa=self._isa)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from halfbyte.formats import QuantSpec, QuantTensor
-from halfbyte.kernels.protocol import KvKind
+from halfbyte.kernels import kv as _kv
+from halfbyte.kernels.kv import KvKind, KvLayer
+from halfbyte.kernels.reference import attention as _attention
 from halfbyte.kernels.reference import experts as _experts
+from halfbyte.kernels.reference import kv_store as _kv_store
 from halfbyte.kernels.reference import linear as _linear
+from halfbyte.kernels.reference import norm as _norm
 from halfbyte.kernels.reference import quantise as _quantise
+from halfbyte.kernels.reference import rope as _rope
+from halfbyte.kernels.reference import sampling as _sampling
+from halfbyte.kernels.reference import swiglu as _swiglu
+from halfbyte.kernels.reference.sampling import Sampled
 from halfbyte.kernels.weights import LinearKind, PackedExperts, PackedLinear
-
-if TYPE_CHECKING:
-    from halfbyte.kernels.kv import KvLayer
-    from halfbyte.kernels.reference.sampling import Sampled
 
 __all__ = ["ReferenceKernels"]
 
@@ -75,55 +78,37 @@ class ReferenceKernels:
         return _experts.experts(x, expert_ids, gates, w, swiglu=self.swiglu)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from halfbyte.kernels.reference.norm import rms_norm
-
-        return rms_norm(x, weight, eps)
+        return _norm.rms_norm(x, weight, eps)
 
     def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        from halfbyte.kernels.reference.rope import rope
-
-        return rope(x, positions, cos, sin)
+        return _rope.rope(x, positions, cos, sin)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        from halfbyte.kernels.reference.swiglu import swiglu
-
-        return swiglu(gate_up)
+        return _swiglu.swiglu(gate_up)
 
     def new_kv_layer(
         self, n_pages: int, page_size: int, n_kv: int, head_dim: int, kind: KvKind, spec: QuantSpec | None = None
     ) -> KvLayer:
-        from halfbyte.kernels.kv import new_kv_layer
-
-        return new_kv_layer(n_pages, page_size, n_kv, head_dim, kind, spec)
+        return _kv.new_kv_layer(n_pages, page_size, n_kv, head_dim, kind, spec)
 
     def store_kv(self, layer: KvLayer, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        from halfbyte.kernels.reference.kv_store import store_kv
+        _kv_store.store_kv(layer, k, v, slots)
 
-        store_kv(layer, k, v, slots)
-
-    def copy_page(self, layer: KvLayer, src: int, dst: int) -> None:
-        from halfbyte.kernels.kv import copy_page
-
-        copy_page(layer, src, dst)
+    def copy_pages(self, layer: KvLayer, src: Sequence[int], dst: Sequence[int]) -> None:
+        _kv.copy_pages(layer, src, dst)
 
     def attention(
         self, q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor, scale: float
     ) -> Tensor:
-        from halfbyte.kernels.reference.attention import attention
-
-        return attention(q, layer, page_table, query_start, context_len, scale)
+        return _attention.attention(q, layer, page_table, query_start, context_len, scale)
 
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        from halfbyte.kernels.reference.sampling import log_softmax
-
-        return log_softmax(logits, temperature)
+        return _sampling.log_softmax(logits, temperature)
 
     def token_logprobs(
         self, logits: Tensor, ids: Tensor, temperature: Tensor, supports: Sequence[Tensor | None] | None = None
     ) -> Tensor:
-        from halfbyte.kernels.reference.sampling import token_logprobs
-
-        return token_logprobs(logits, ids, temperature, supports)
+        return _sampling.token_logprobs(logits, ids, temperature, supports)
 
     def sample(
         self,
@@ -136,6 +121,4 @@ class ReferenceKernels:
         *,
         want_support: bool = False,
     ) -> Sampled:
-        from halfbyte.kernels.reference.sampling import sample
-
-        return sample(logits, temperature, top_k, top_p, min_p, uniform, want_support=want_support)
+        return _sampling.sample(logits, temperature, top_k, top_p, min_p, uniform, want_support=want_support)
