@@ -1,9 +1,9 @@
 """What waiting OpenMP threads cost: small torch training steps under several waiting policies, alone and in pairs.
 
-    python bench/threads.py [--steps 8] [--repeats 5] [--json FILE]
+    python bench/threads.py [--steps 4] [--repeats 3] [--json FILE]
 
-Each arm runs one or two processes at once, arms interleaved; the table has the seconds of the slowest process, smallest and
-median over the repeats. ``halfbyte`` is the policy of ``halfbyte.cli.threads``. What else the machine does shows: repeat it.
+Each arm runs one or two processes at once, arms interleaved; the table has the seconds of the slowest process, smallest
+and median over the repeats. ``halfbyte`` is the policy of ``halfbyte.cli.threads``. What else runs shows.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def work(steps: int) -> float:
     torch.manual_seed(0)
     width = 128
     layers = [
-        nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True) for _ in "ab"
+        nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        for _ in range(2)
     ]
     embed, model, head = nn.Embedding(64, width), nn.Sequential(*layers), nn.Linear(width, 64)
     parameters = [*embed.parameters(), *model.parameters(), *head.parameters()]
     optimiser = torch.optim.AdamW(parameters, lr=1e-3)
 
     def step() -> None:
-        model.train()  # the encoder's fast path for evaluation is another program
         with torch.no_grad():
             for _ in range(16):
                 head(model(embed(torch.randint(0, 64, (64, 8))))[:, -1]).softmax(-1).multinomial(1)
@@ -69,8 +69,8 @@ def measure(environment: dict[str, str], processes: int, steps: int) -> float:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

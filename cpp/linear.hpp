@@ -21,13 +21,15 @@ struct ActivationRows {
 
 constexpr int64_t activation_block_bytes(int64_t block) { return block + 8; }
 
-// Which input rows a product reads and where its output rows go; null means 0, 1, 2, ...
+// Which input rows a product reads and where its output rows go: entries [first, first + count) of two lists; a null list is
+// 0, 1, 2, ...
 struct RowMap {
     int64_t count;
     const int32_t* in;
     const int32_t* out;
-    HALFBYTE_INLINE int64_t input(int64_t i) const { return in ? in[i] : i; }
-    HALFBYTE_INLINE int64_t output(int64_t i) const { return out ? out[i] : i; }
+    int64_t first = 0;
+    HALFBYTE_INLINE int64_t input(int64_t i) const { return in ? in[first + i] : first + i; }
+    HALFBYTE_INLINE int64_t output(int64_t i) const { return out ? out[first + i] : first + i; }
 };
 
 struct LinearTable {
@@ -45,6 +47,7 @@ extern const LinearTable linear_generic;
 #ifdef HALFBYTE_X86
 extern const LinearTable linear_avx2;
 extern const LinearTable linear_avx512;
+extern const LinearTable linear_amx;
 #endif
 
 const LinearTable& linear_table(Isa isa);

@@ -60,35 +60,48 @@ def oracle_global(amax: float) -> Fraction:
     return g if amax else Fraction(1)
 
 
-def blocks(rows: int = 2, columns: int = 32, *, low: float = -1e4, high: float = 1e4) -> st.SearchStrategy[Tensor]:
-    """Rows whose blocks differ widely in magnitude."""
-    shape = (rows, columns)
-    values = hnp.arrays(F32, shape, elements=st.floats(low, high, width=32))
+def blocks(rows: int = 2, columns: int = 32, *, normal: bool = False) -> st.SearchStrategy[Tensor]:
+    """Rows whose blocks differ widely in magnitude; with ``normal`` no value is below 2^-80 but zero."""
+    values = hnp.arrays(F32, (rows, columns), elements=st.floats(-1e4, 1e4, width=32))
     exponents = hnp.arrays(np.int64, (rows, columns // 16), elements=st.integers(-30, 10))
 
     def build(pair: tuple[np.ndarray, np.ndarray]) -> Tensor:
-        scale = np.repeat(np.exp2(pair[1]), 16, axis=1)
-        return torch.from_numpy((pair[0] * scale).astype(F32))
+        x = torch.from_numpy((pair[0] * np.repeat(np.exp2(pair[1]), 16, axis=1)).astype(F32))
+        return torch.where(x.abs() < 2.0**-80, 0.0, x) if normal else x
 
     return st.tuples(values, exponents).map(build)
+
+
+def assert_oracle(x: Tensor, name: str) -> None:
+    q = quantise(x, get_spec(name))
+    whole = oracle_global(float(x.abs().max()))
+    for i, row in enumerate(x.tolist()):
+        g = {
+            "halfbyte": whole,
+            "halfbyte_token": oracle_global(max(map(abs, row))),
+            "halfbyte_kv": Fraction(1, 8),
+        }[name]
+        assert Fraction(float(q.global_scale if q.global_scale.ndim == 0 else q.global_scale[i])) == g
+        scales, codes = oracle(row, g)
+        assert q.scales[i].tolist() == scales
+        assert unpack_codes(q.codes)[i].tolist() == codes
 
 
 @given(blocks())
 @settings(max_examples=40, deadline=None)
 def test_codes_and_scales_are_the_oracle(x: Tensor) -> None:
     for name in ("halfbyte", "halfbyte_token", "halfbyte_kv"):
-        q = quantise(x, get_spec(name))
-        whole = oracle_global(float(x.abs().max()))
-        for i, row in enumerate(x.tolist()):
-            g = {
-                "halfbyte": whole,
-                "halfbyte_token": oracle_global(max(map(abs, row))),
-                "halfbyte_kv": Fraction(1, 8),
-            }[name]
-            assert Fraction(float(q.global_scale if q.global_scale.ndim == 0 else q.global_scale[i])) == g
-            scales, codes = oracle(row, g)
-            assert q.scales[i].tolist() == scales
-            assert unpack_codes(q.codes)[i].tolist() == codes
+        assert_oracle(x, name)
+
+
+@pytest.mark.parametrize("power", [-149, -140, -130, -122, -116, -110, 60, 126])
+def test_the_oracle_holds_at_the_ends_of_fp32(power: int) -> None:
+    """Below 2^-114 the global scale stops at 2^-126, the smallest normal number."""
+    x = (torch.rand(4, 32, generator=torch.Generator().manual_seed(power)) * 2 - 1) * 2.0**power
+    for name in ("halfbyte", "halfbyte_token"):
+        assert_oracle(x, name)
+    if power < -114:
+        assert float(quantise(x, get_spec("halfbyte")).global_scale) == 2.0**-126
 
 
 @given(blocks())
@@ -113,7 +126,7 @@ def test_bf16_values_get_the_nearest_grid_value(x: Tensor) -> None:
                 assert error <= (above - below) / 2 * scale
 
 
-@given(blocks())
+@given(blocks(normal=True))
 @settings(max_examples=100, deadline=None)
 def test_dequantised_values_are_exact_in_bf16(x: Tensor) -> None:
     for name in ("halfbyte", "halfbyte_token", "halfbyte_kv", "halfbyte_2d"):
@@ -182,7 +195,7 @@ def test_rows_are_independent_with_token_and_constant_globals(x: Tensor, order: 
             assert torch.equal(together.dequantise()[position], alone.dequantise())
 
 
-@given(blocks(), st.integers(-20, 20))
+@given(blocks(normal=True), st.integers(-20, 20))
 @settings(max_examples=100, deadline=None)
 def test_a_power_of_two_moves_into_the_global_scale(x: Tensor, exponent: int) -> None:
     a, b = quantise(x, get_spec("halfbyte")), quantise(x * 2.0**exponent, get_spec("halfbyte"))

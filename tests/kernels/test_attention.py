@@ -45,7 +45,9 @@ class Batch:
     def pick(self, order: list[int]) -> Batch:
         return Batch([self.k[i] for i in order], [self.v[i] for i in order], [self.q[i] for i in order])
 
-    def layout(self, kernels: Kernels, kind: str, page_size: int, seed: int = 0) -> tuple[KvLayer, Tensor, Tensor, Tensor]:
+    def layout(
+        self, kernels: Kernels, kind: str, page_size: int, seed: int = 0
+    ) -> tuple[KvLayer, Tensor, Tensor, Tensor]:
         n_kv, d = self.k[0].shape[1:]
         used = [-(-len(k) // page_size) for k in self.k]
         order = torch.randperm(sum(used) + 2, generator=torch.Generator().manual_seed(seed))
@@ -96,7 +98,7 @@ def test_attention_against_float64(kernels: Kernels, kind: str, heads: int, n_kv
         hidden = torch.arange(count) > torch.arange(count - n, count)[:, None]
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         truth = torch.einsum("hnk,khd->nhd", weights, v)
-        # A score errs by at most (d + 3) roundings of its terms' sizes, a weight by twice that; then one rounding a key.
+        # A score errs by (d + 3) roundings of its terms' sizes at most, a weight by twice that; then one rounding a key.
         relative = unit * (2 * (d + 3) * float(sizes.max()) + 2 * count + 10)
         assert float((got.double() - truth).abs().max()) <= relative * float(v.abs().max())
 
@@ -138,7 +140,13 @@ def test_prefill_equals_decode(kernels: Kernels, kind: str) -> None:
 
 
 @settings(deadline=None, max_examples=12)
-@given(st.sampled_from(NAMES), st.sampled_from(KINDS), st.permutations(range(9)), st.integers(1, 9), st.sampled_from([16, 32, 48, 112]))
+@given(
+    st.sampled_from(NAMES),
+    st.sampled_from(KINDS),
+    st.permutations(range(9)),
+    st.integers(1, 9),
+    st.sampled_from([16, 32, 48, 112]),
+)
 def test_results_do_not_depend_on_batch_order_or_page_size(
     name: str, kind: str, order: list[int], keep: int, page_size: int
 ) -> None:
@@ -166,7 +174,9 @@ def test_results_do_not_depend_on_threads(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_grouped_heads_equal_repeated_heads(kernels: Kernels, kind: str) -> None:
     grouped = Batch.random([33, 50], [33, 2], 6, 2, 32)
-    repeated = Batch([k.repeat_interleave(3, 1) for k in grouped.k], [v.repeat_interleave(3, 1) for v in grouped.v], grouped.q)
+    repeated = Batch(
+        [k.repeat_interleave(3, 1) for k in grouped.k], [v.repeat_interleave(3, 1) for v in grouped.v], grouped.q
+    )
     assert same(grouped.run(kernels, kind), repeated.run(kernels, kind))
 
 

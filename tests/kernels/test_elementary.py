@@ -37,7 +37,9 @@ def test_exp_at_the_ends_of_its_range() -> None:
     assert math.isnan(exp(torch.tensor([math.nan])).item())
     assert exp(torch.tensor([88.7228])).item() < math.inf
     normal = exp(torch.linspace(-87.4, -87.2, 10_001))
-    assert bool(((normal == 0) | (normal >= 2.0**-126)).all()), "a subnormal result depends on the flush mode of the thread"
+    assert bool(((normal == 0) | (normal >= 2.0**-126)).all()), (
+        "a subnormal result depends on the flush mode of the thread"
+    )
 
 
 def test_log_is_nearly_correctly_rounded() -> None:

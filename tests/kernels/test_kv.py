@@ -22,7 +22,9 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return get(request.param)
 
 
-def new_layer(kernels: Kernels, kind: str, *, pages: int = 5, page_size: int = 32, n_kv: int = 2, d: int = 32) -> KvLayer:
+def new_layer(
+    kernels: Kernels, kind: str, *, pages: int = 5, page_size: int = 32, n_kv: int = 2, d: int = 32
+) -> KvLayer:
     return kernels.new_kv_layer(pages, page_size, n_kv, d, kind, SPEC if kind == "fp4" else None)  # type: ignore[arg-type]
 
 
@@ -54,7 +56,13 @@ def test_tokens_read_back_as_stored(kernels: Kernels, kind: str, d: int) -> None
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.sampled_from(KINDS), st.sampled_from([16, 32, 48, 64, 128]), st.integers(1, 3), st.integers(0, 60), st.integers(0, 2**31))
+@given(
+    st.sampled_from(KINDS),
+    st.sampled_from([16, 32, 48, 64, 128]),
+    st.integers(1, 3),
+    st.integers(0, 60),
+    st.integers(0, 2**31),
+)
 def test_implementations_write_the_same_bytes(kind: str, d: int, n_kv: int, count: int, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     slots = torch.randperm(96, generator=g)[:count]
@@ -100,7 +108,9 @@ def test_codes_and_scales_in_plain_order_are_those_of_the_quantiser(kernels: Ker
 def test_copy_pages_copies_whole_pages_at_once(kernels: Kernels, kind: str) -> None:
     g = torch.Generator().manual_seed(5)
     layer = new_layer(kernels, kind)
-    kernels.store_kv(layer, torch.randn(160, 2, 32, generator=g), torch.randn(160, 2, 32, generator=g), torch.arange(160))
+    kernels.store_kv(
+        layer, torch.randn(160, 2, 32, generator=g), torch.randn(160, 2, 32, generator=g), torch.arange(160)
+    )
     before = torch.cat(layer.read(torch.arange(160)), 1).unflatten(0, (5, 32))
     kernels.copy_pages(layer, [1, 4, 1], [4, 0, 2])  # page 4 is read before it is written
     after = torch.cat(layer.read(torch.arange(160)), 1).unflatten(0, (5, 32))

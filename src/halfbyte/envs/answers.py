@@ -20,13 +20,11 @@ __all__ = ["SCORINGS", "answer_problem", "final_answer", "last_number", "make_sc
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _MATH_SECONDS = 5
-# A sign counts only where no operand stands before it ("7-3" ends in 3). Commas group thousands ("1,234"). At most 300
-# digits, or 3 in the exponent: nobody means more, and the arithmetic below is exact.
+# A sign counts only where no operand stands before it ("7-3" ends in 3). Commas group thousands ("1,234").
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]])[-+\u2212])?"
-    r"(?<![\w.])(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d{1,300}(?!\d))(?:\.\d{1,300}(?!\d))?(?:[eE][-+]?\d{1,3}(?!\d))?"
-    r"|(?:(?<![\w.)\]])[-+\u2212])?(?<![\w.])\.\d{1,300}(?!\d)"
+    r"(?:(?<![\w.)\]])[-+\u2212])?(?<![\w.])(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE]([-+]?\d+))?"
 )
+_LONGEST, _LARGEST_EXPONENT = 400, 999  # comparing is exact, so a short "1e999999999" must not become a long number
 
 
 def final_answer(response: str) -> str:
@@ -38,7 +36,7 @@ def final_answer(response: str) -> str:
 
 def last_number(text: str) -> Fraction | None:
     """The last number in ``text``, exactly; ``a/b`` is one number. Currency and percent signs are ignored."""
-    numbers = list(_NUMBER.finditer(text))
+    numbers = [match for match in _NUMBER.finditer(text) if _sane(match)]
     if not numbers:
         return None
     last = numbers[-1]
@@ -132,6 +130,8 @@ def _math_verify() -> Scorer:
         ) from error
 
     def same(given: str, answer: str) -> bool:
+        if given == answer:
+            return True
         main = threading.current_thread() is threading.main_thread()
         seconds = _MATH_SECONDS if main else None
         gold = package.parse(answer, parsing_timeout=seconds) or package.parse(f"${answer}$", parsing_timeout=seconds)
@@ -150,6 +150,11 @@ SCORINGS: Mapping[str, Callable[[], Scorer]] = {
     "math_verify": _math_verify,
 }
 """Name -> maker of the scorer."""
+
+
+def _sane(match: re.Match[str]) -> bool:
+    exponent = match.group(1) or "0"
+    return len(match.group()) <= _LONGEST and len(exponent) <= 4 and abs(int(exponent)) <= _LARGEST_EXPONENT
 
 
 def _fraction(text: str) -> Fraction:

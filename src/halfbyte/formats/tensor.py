@@ -93,7 +93,7 @@ def dequantise(q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values [shape]: fp32 (grid[code] * scale) * g, then one cast to ``dtype``.
 
     grid * scale has at most 6 significant bits, so it is exact; with a power-of-two global scale the value is exact in
-    BF16 as well.
+    BF16 as well (unless it is smaller than 2^-126).
     """
     values = decode_packed(q.codes).reshape(*q.scales.shape, q.spec.block)
     values = (values * q.scale_values().unsqueeze(-1)).reshape(q.shape)

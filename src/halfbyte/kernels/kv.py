@@ -1,15 +1,15 @@
 """Paged keys and values of one decoder layer.
 
-Pages hold ``page_size`` tokens (a multiple of 16), cut into tiles of 16 consecutive tokens, the unit of attention. Inside a
-tile the layout is chosen so that 16 keys, and 16 neighbouring head dimensions of a value, are vector lanes:
+Pages hold ``page_size`` tokens (a multiple of 16), cut into tiles of 16 consecutive tokens, the unit of attention. In
+a tile the layout is chosen so that 16 keys, and 16 neighbouring head dimensions of a value, are vector lanes:
 
     fp32, bf16   k [pages, kv heads, tiles, D, 16]            v [pages, kv heads, tiles, 16, D]
     fp4          k, v [pages, kv heads, tiles, D/8, 16]       int32 words of eight 4-bit codes, lowest nibble first
                  k_scales, v_scales [pages, kv heads, tiles, D/16, 16]    E4M3 bytes, last index the key
 
 FP4 keys: nibble n of word w, lane j is element 8 w + n of key j. FP4 values: with i = 8 w + n, key i // (D/16), element
-16 (i % (D/16)) + lane. Only this module and the attention and store kernels know the layout; everybody else reads tokens
-back with :meth:`KvLayer.read` and :meth:`KvLayer.quantised`.
+16 (i % (D/16)) + lane. Words are little-endian. Only this module and the attention and store kernels know the layout;
+everybody else reads tokens back with :meth:`KvLayer.read` and :meth:`KvLayer.quantised`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class KvLayer:
         return self.spec.constant
 
     def quantised(self, slots: Tensor) -> tuple[QuantTensor, QuantTensor]:
-        """Codes and scales of the keys and values at ``slots`` [T] in plain order: two QuantTensors of shape [T, n_kv, D].
+        """Codes and scales of the keys and values at ``slots`` [T] in plain order: two QuantTensors [T, n_kv, D].
 
         Raises: ConfigError unless the layer is fp4; ShapeError for a slot outside the pages.
         """
@@ -122,7 +122,7 @@ def new_kv_layer(
     """Allocate a zeroed layer of ``n_pages`` pages of ``page_size`` tokens.
 
     Arguments:
-        kind: what a stored element is: fp32, bf16 (rounded to nearest even), or fp4 (quantised along the head dimension).
+        kind: what a stored element is: fp32, bf16 (rounded to nearest even), fp4 (quantised along the head dimension).
         spec: for fp4, an NVFP4 spec whose global scale is constant or none (a page must not depend on its neighbours).
     Raises: ShapeError for sizes that cannot be used; ConfigError for a wrong kind or spec.
     """
@@ -161,7 +161,7 @@ def new_kv_layer(
         )
     words = [torch.zeros(*lead, head_dim // 8, TILE, dtype=torch.int32) for _ in "kv"]
     scales = [torch.zeros(*lead, head_dim // 16, TILE, dtype=torch.uint8) for _ in "kv"]
-    return KvLayer(kind, page_size, n_kv, head_dim, *words, *scales, spec)
+    return KvLayer(kind, page_size, n_kv, head_dim, words[0], words[1], scales[0], scales[1], spec)
 
 
 def copy_pages(layer: KvLayer, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -173,8 +173,9 @@ def copy_pages(layer: KvLayer, src: Sequence[int], dst: Sequence[int]) -> None:
         raise ShapeError(f"copy_pages: {len(src)} sources, {len(set(dst))} distinct targets of {len(dst)}")
     if not src:
         return
-    if not (0 <= min(*src, *dst) and max(*src, *dst) < layer.n_pages):
-        raise ShapeError(f"copy_pages: page {min(*src, *dst)} or {max(*src, *dst)} does not exist", expected=f"0..{layer.n_pages - 1}")
+    low, high = min(*src, *dst), max(*src, *dst)
+    if low < 0 or high >= layer.n_pages:
+        raise ShapeError(f"copy_pages: page {low} or {high} does not exist", expected=f"0..{layer.n_pages - 1}")
     source, target = torch.tensor(src), torch.tensor(dst)
     for array in (layer.k, layer.v, layer.k_scales, layer.v_scales):
         if array is not None:
@@ -195,7 +196,7 @@ def check_slots(layer: KvLayer, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def unpack_words(words: Tensor, keys: bool) -> Tensor:
-    """int32 words [..., D/8, 16] of FP4 tiles to uint8 codes [..., 16 keys, D]; ``keys``: key layout, else value layout."""
+    """int32 words [..., D/8, 16] of FP4 tiles to uint8 codes [..., 16 keys, D]; ``keys``: key layout, else values'."""
     nibbles = ((words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15).to(
         torch.uint8
     )  # [..., w, lane, n]

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from halfbyte.errors import NumericsError
 from halfbyte.kernels import Kernels
 from halfbyte.models.architecture import Architecture, site_of
+from halfbyte.models.checkpoint import check_finite
 from halfbyte.models.layout import checkpoint_views, from_checkpoint
 from halfbyte.models.precision import Kind, Precision
 
@@ -64,8 +64,7 @@ class Parameters:
         with torch.no_grad():
             for (name, kind), leaf in self._effective.items():
                 master = self.masters[name]
-                if not bool(torch.isfinite(master).all()):
-                    raise NumericsError("a master weight is not finite", where=name, fix="lower the learning rate, or clip")
+                check_finite(master, name)
                 published = master.to(self.publish_dtype).float()
                 leaf.copy_(self._rounded(name, kind, published))
 

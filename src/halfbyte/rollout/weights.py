@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from halfbyte.errors import CheckpointError, NumericsError
+from halfbyte.errors import CheckpointError
 from halfbyte.formats import QuantTensor
 from halfbyte.kernels import Kernels, PackedExperts, PackedLinear
 from halfbyte.models.architecture import Architecture, site_of
+from halfbyte.models.checkpoint import check_finite
 from halfbyte.models.layout import from_checkpoint
 from halfbyte.models.precision import Kind, Precision
 
@@ -82,8 +83,7 @@ class RolloutWeights:
         """
         params = from_checkpoint(tensors, arch)
         for name, tensor in params.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise NumericsError("a weight is not finite", where=name, fix="check the learner's loss and gradient norm")
+            check_finite(tensor, name)
         exact = "fp32" in (precision.prefill.attention, precision.decode.attention)
         dtype = torch.float32 if exact else torch.bfloat16
         packer = _Packer(arch, precision, {k: v.detach().to(dtype) for k, v in params.items()}, kernels)

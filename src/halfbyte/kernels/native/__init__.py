@@ -29,7 +29,7 @@ from halfbyte.kernels.weights import LinearKind, PackedExperts, PackedLinear
 
 __all__ = ["NativeKernels", "instruction_sets", "set_thread_count", "thread_count"]
 
-_ISAS = ("generic", "avx2", "avx512")
+_ISAS = ("generic", "avx2", "avx512", "amx")
 
 
 def instruction_sets() -> tuple[str, ...]:

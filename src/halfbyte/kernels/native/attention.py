@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.kernels import _native
+import halfbyte.kernels._native as _native
 from halfbyte.kernels.kv import KvLayer
 from halfbyte.kernels.native.buffers import as_buffer
 from halfbyte.kernels.native.kv_store import pages_of

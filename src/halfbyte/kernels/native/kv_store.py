@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+import halfbyte.kernels._native as _native
 from halfbyte.formats import QuantSpec, get_spec
-from halfbyte.kernels import _native
 from halfbyte.kernels.kv import KvLayer
 from halfbyte.kernels.native.buffers import as_buffer
 from halfbyte.kernels.reference import kv_store as reference

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.kernels import _native
+import halfbyte.kernels._native as _native
 from halfbyte.kernels.native.buffers import as_buffer
 from halfbyte.kernels.reference.rope import check_rope
 
@@ -13,7 +13,7 @@ __all__ = ["rope"]
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, isa: int = 2) -> Tensor:
-    """See :func:`halfbyte.kernels.reference.rope.rope`; ``isa`` is the instruction set (0 generic, 1 AVX2, 2 AVX-512)."""
+    """See :func:`halfbyte.kernels.reference.rope.rope`; ``isa``: 0 generic, 1 AVX2, 2 AVX-512."""
     if x.ndim != 3 or positions.shape != x.shape[:1] or cos.shape != sin.shape or cos.shape[1:] != (x.shape[2] // 2,):
         check_rope(x, positions, cos, sin)
     x, positions = as_buffer(x), as_buffer(positions, torch.int64)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halfbyte.kernels import _native
+import halfbyte.kernels._native as _native
 from halfbyte.kernels.native.buffers import as_buffer
 from halfbyte.kernels.reference.sampling import Sampled, check_logits, check_parameters, check_supports
 

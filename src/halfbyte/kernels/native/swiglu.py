@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import halfbyte.kernels._native as _native
 from halfbyte.errors import ShapeError
-from halfbyte.kernels import _native
 from halfbyte.kernels.native.buffers import as_buffer
 
 __all__ = ["swiglu"]
 
 
 def swiglu(gate_up: Tensor, *, isa: int = 2) -> Tensor:
-    """See :func:`halfbyte.kernels.reference.swiglu.swiglu`; ``isa`` is the instruction set (0 generic, 1 AVX2, 2 AVX-512)."""
+    """See :func:`halfbyte.kernels.reference.swiglu.swiglu`; ``isa``: 0 generic, 1 AVX2, 2 AVX-512."""
     if gate_up.shape[-1] % 2:
         raise ShapeError(
             "swiglu: gate and up must have the same width",

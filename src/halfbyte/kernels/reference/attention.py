@@ -7,12 +7,13 @@ Per query, head and tile of 16 keys by absolute position (arXiv 1805.02867, 2205
     acc = acc * alpha;  acc = acc + p_j * v_j for j in order
     out = acc / l + 0              (the last addition turns -0 into +0)
 
-Masked keys take part in nothing. FP4 pages (our own order; products are exact, so fused multiply-adds give the same bits):
-q' = round22(q); per block of 16 dimensions t = sum of q'_d * grid in order; q . k = (sum over blocks of t * e4m3, in order) *
-global; values use w_j = round22(p_j * e4m3_j), acc = acc + w_j * grid, out = (acc * global) / l + 0.
+Masked keys take part in nothing. FP4 pages (our own order; products with grid values are exact, so fused multiply-adds
+give the same bits): q' = round22(q); per block of 16 dimensions t = sum of q'_d * grid in order; q . k = (sum over
+blocks of t * e4m3, in order) * global; values use w_j = round22(p_j * e4m3_j), acc = acc + w_j * grid and
+out = (acc * global) / l + 0.
 
-The reference is vectorised over sequences, heads and queries, which are the last dimensions of every tensor below, and loops
-over keys and dimensions; so its value cannot depend on what shares the batch or on the page size.
+The reference is vectorised over sequences, heads and queries, which are the last dimensions of every tensor below, and
+loops over keys and dimensions; so its value cannot depend on what shares the batch or on the page size.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def attention(
     Arguments:
         page_table: [S, P] int32, pages of each sequence in order; entries beyond the context are ignored.
         query_start: [S + 1] int32, rows of q that belong to each sequence.
-        context_len: [S] int32, keys present, those of the queries included: query i of n sees keys 0 .. context_len - n + i.
+        context_len: [S] int32, keys present, own ones included: query i of n sees keys 0 .. context_len - n + i.
         scale: factor on the scores (rounded to float32).
     Raises: ShapeError.
     """
@@ -116,7 +117,7 @@ def attention(
 
 
 def _attend(q: Tensor, layer: KvLayer, pages: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """q [G, w, H, D], pages [G, P], seen [G, w] keys visible (0 = padding); longest context first. Returns q's shape."""
+    """q [G, w, H, D], pages [G, P], seen [G, w] keys visible (0 = padding), longest context first; like q."""
     g, w, heads, d = q.shape
     r = heads // layer.n_kv
     rows = q.reshape(g, w, layer.n_kv, r, d).permute(4, 0, 2, 3, 1).reshape(d, g, layer.n_kv, r * w).contiguous()
@@ -131,7 +132,7 @@ def _attend(q: Tensor, layer: KvLayer, pages: Tensor, seen: Tensor, scale: float
     tiles_per_page = layer.page_size // TILE
     for t in range(-(-int(last.max()) // TILE)):
         n = int((last > t * TILE).sum())
-        where = (pages[:n, t // tiles_per_page].long(), t % tiles_per_page)  # page of each sequence, tile in the page
+        where = (pages[:n, t // tiles_per_page].long(), t % tiles_per_page)  # pages, tile in the page
         scores = _scores(rows[:, :n], layer, where) * factor
         valid = (torch.arange(t * TILE, (t + 1) * TILE).view(TILE, 1, 1, 1) < seen_rows[:n]).expand_as(scores)
         scores = torch.where(valid, scores, -torch.inf)
@@ -184,7 +185,7 @@ def _add_values(acc: Tensor, p: Tensor, layer: KvLayer, where: tuple[Tensor, int
     values = _grid_values(values)  # [D/8, 8, 16 lanes, n, n_kv]
     values = values.view(TILE, blocks, 16, *values.shape[3:]).unsqueeze(-1)
     scales = decode_e4m3(_tile(layer.v_scales, where)).unsqueeze(-1)
-    split = acc.unflatten(0, (blocks, 16))
+    split = acc.view(blocks, 16, *acc.shape[1:])
     for j in range(TILE):
         w = round22(p[j] * scales[:, j])
         split.add_(w.unsqueeze(1) * values[j])

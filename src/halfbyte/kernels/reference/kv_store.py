@@ -13,7 +13,7 @@ __all__ = ["check_store", "store_kv"]
 
 
 def check_store(layer: KvLayer, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Raise ShapeError for shapes that do not fit or repeated slots, NumericsError for NaN or infinity."""
+    """Raise ShapeError for wrong shapes or slots (outside, repeated), NumericsError for NaN or infinity."""
     expected = (slots.numel(), layer.n_kv, layer.head_dim)
     if k.shape != expected or v.shape != expected or slots.ndim != 1:
         raise ShapeError(
@@ -31,6 +31,7 @@ def check_store(layer: KvLayer, k: Tensor, v: Tensor, slots: Tensor) -> None:
             )
     if torch.unique(slots).numel() != slots.numel():
         raise ShapeError("store_kv: a slot is written twice in one call", expected="distinct slots")
+    check_slots(layer, slots)
 
 
 def store_kv(layer: KvLayer, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -59,7 +60,7 @@ def _store_keys(words: Tensor, scales: Tensor, q: QuantTensor, where: tuple[Tens
 
 def _store_values(words: Tensor, scales: Tensor, q: QuantTensor, where: tuple[Tensor, Tensor, Tensor]) -> None:
     page, tile, lane = where
-    codes = unpack_codes(q.codes).unflatten(-1, (-1, 16)).to(torch.int32)  # [T, n_kv, D/16, 16]
+    codes = unpack_codes(q.codes).view(*q.scales.shape, 16).to(torch.int32)  # [T, n_kv, D/16, 16]
     t, n_kv, blocks, _ = codes.shape
     nibble = lane.unsqueeze(1) * blocks + torch.arange(blocks)  # [T, D/16]
     shift = (4 * (nibble % 8)).to(torch.int32).view(t, 1, blocks, 1)

@@ -2,7 +2,7 @@
 
 z = logits / temperature (prime-rl #697: never log-probs / temperature); m = max z; e = exp(z - m); total = the float64
 :func:`~halfbyte.kernels.reference.sums.lane_sum` of e in vocabulary order; log-prob = float32((z - m) - log(total)).
-With filters the same is done over the kept tokens only, so log-probs are those of the distribution sampled from (TRL #6789).
+With filters the same holds over the kept tokens: log-probs are those of the distribution sampled from (TRL #6789).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
 def token_logprobs(
     logits: Tensor, ids: Tensor, temperature: Tensor, supports: Sequence[Tensor | None] | None = None
 ) -> Tensor:
-    """Log-probability [S] (float32) of token ids [S] under softmax(logits [S, V] / temperature [S]), for teacher forcing.
+    """Log-probability [S] (float32) of ids [S] under softmax(logits [S, V] / temperature [S]), for teacher forcing.
 
     ``supports``: for each row the ids that the sampler had kept, or None for all; the distribution is renormalised over
     them, so the same logits give bit for bit the log-probs of :func:`sample`.
@@ -80,13 +80,13 @@ def sample(
     """Draw one token a row from logits [S, V] (float32) by inverse CDF.
 
     Filters in this order, each on what the one before kept, renormalised; ties go to the lower id:
-    top_k [S] int32 (0 = off) keeps the k most probable; top_p [S] (1 = off) the smallest set of most probable tokens whose
-    probability reaches p; min_p [S] (0 = off) those with probability >= min_p * the largest.
-    temperature [S] float32: 0 means greedy (most probable token, lowest id on ties, filters without effect, log-prob of the
-    temperature-1 distribution). uniform [S] float64 in [0, 1).
+    top_k [S] int32 (0 = off) keeps the k most probable; top_p [S] (1 = off) the smallest set of most probable tokens
+    whose probability reaches p; min_p [S] (0 = off) those with probability >= min_p * the largest.
+    temperature [S] float32: 0 means greedy (most probable token, lowest id on ties, filters without effect, log-prob of
+    the temperature-1 distribution). uniform [S] float64 in [0, 1).
     The CDF is the float64 sum of e in vocabulary order over kept tokens: blocks of 1024 ids by
-    :func:`~halfbyte.kernels.reference.sums.block_sums`, token by token inside the block; the first token whose CDF exceeds
-    uniform * total is drawn, never one of probability 0.
+    :func:`~halfbyte.kernels.reference.sums.block_sums`, token by token inside the block; the first token whose CDF
+    exceeds uniform * total is drawn, never one of probability 0.
 
     Raises: NumericsError naming the row for non-finite logits; DataError for parameters out of range; ShapeError.
     """

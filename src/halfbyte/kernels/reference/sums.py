@@ -23,7 +23,7 @@ def block_sums(x: Tensor) -> Tensor:
     rows = -(-min(n, BLOCK) // LANES)
     width = rows * LANES if n <= BLOCK else BLOCK
     d = torch.nn.functional.pad(d, (0, -n % width if n else 0))
-    d = d.unflatten(-1, (-1, rows, LANES)) if n else d.new_zeros((*x.shape[:-1], 1, 1, LANES))
+    d = d.view(*x.shape[:-1], -1, rows, LANES) if n else d.new_zeros((*x.shape[:-1], 1, 1, LANES))
     lanes = 0.0 + d[..., 0, :]
     for i in range(1, d.shape[-2]):
         lanes = lanes + d[..., i, :]
