@@ -21,17 +21,20 @@ struct KvPages {
 
     [[gnu::always_inline]] int64_t tiles_per_page() const { return page_size / kTile; }
     [[gnu::always_inline]] int64_t tile_index(int64_t page, int64_t head, int64_t tile) const { return (page * heads + head) * tiles_per_page() + tile; }
-    [[gnu::always_inline]] int64_t tile_bytes() const { return kTile * width * (kind == KvKind::fp32 ? 4 : 2) / (kind == KvKind::fp4 ? 4 : 1); }
+    [[gnu::always_inline]] int64_t tile_bytes() const { return kTile * width * (kind == KvKind::fp32 ? 8 : kind == KvKind::bf16 ? 4 : 1) / 2; }
     template <class T>
     [[gnu::always_inline]] T* tile_at(void* array, int64_t index) const {
         return reinterpret_cast<T*>(static_cast<char*>(array) + index * tile_bytes());
     }
 };
 
-// Sizes in an item's scratch: queries, accumulators and value weights; a strip of scores; a tile of probabilities and of values.
+constexpr int64_t kStrip = 4;  // tiles whose scores are taken together
+constexpr int64_t kGroup = 4;  // rows (query x head) that share loaded keys and values; kGroup * kStrip fit a vector
+
+// Working memory: queries, accumulators, m and l of all rows; scores, value weights and alphas of a group; a strip of values.
 constexpr int64_t scratch_floats(int64_t rows, int64_t width) {
     const int64_t padded = (width + 15) / 16 * 16;
-    return rows * (3 * padded + 5 * kTile + 3) + kTile * padded;
+    return rows * (2 * padded + 2) + kGroup * kStrip * (kTile + padded + 1) + kStrip * kTile * padded;
 }
 
 struct AttentionInput {

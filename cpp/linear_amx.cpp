@@ -40,21 +40,15 @@ void configure(int rows, int64_t block) {
     _tile_loadconfig(&c);
 }
 
-template <int C, int Block>
-HALFBYTE_INLINE void block_dots(const uint8_t* a, const int8_t* b, int32_t* dots) {
-    if constexpr (C % 2 == 0) {
-        _tile_loadd(4, a, Block);
-        _tile_loadd(6, b, 64);
-        _tile_zero(C);
-        _tile_dpbssd(C, 4, 6);
-    } else {
-        _tile_loadd(5, a, Block);
-        _tile_loadd(7, b, 64);
-        _tile_zero(C);
-        _tile_dpbssd(C, 5, 7);
-    }
-    _tile_stored(C, dots, 64);
-}
+// The dots of one block by tiles C, A and B (literals: the intrinsics of GCC paste them into their instructions).
+#define HALFBYTE_BLOCK_DOTS(C, A, B, a, b, dots) \
+    do {                                         \
+        _tile_loadd(A, a, block);                \
+        _tile_loadd(B, b, 64);                   \
+        _tile_zero(C);                           \
+        _tile_dpbssd(C, A, B);                   \
+        _tile_stored(C, dots, 64);               \
+    } while (false)
 
 // Rows of one tile, packed for it: per block, 16 x `block` code bytes; per block, 16 scales.
 struct TileRows {
@@ -86,10 +80,10 @@ void tile_chunk(const TileRows& rows, const int8_t* weights, const float* scales
     const auto issue = [&](int64_t q) {
         const uint8_t* a = rows.codes + q * 4 * kTileRows * block;
         const int8_t* b = weights + q * 4 * block * kPanel;
-        block_dots<0, block>(a, b, dots[q & 1][0]);
-        block_dots<1, block>(a + kTileRows * block, b + block * kPanel, dots[q & 1][1]);
-        block_dots<2, block>(a + 2 * kTileRows * block, b + 2 * block * kPanel, dots[q & 1][2]);
-        block_dots<3, block>(a + 3 * kTileRows * block, b + 3 * block * kPanel, dots[q & 1][3]);
+        HALFBYTE_BLOCK_DOTS(0, 4, 6, a, b, dots[q & 1][0]);
+        HALFBYTE_BLOCK_DOTS(1, 5, 7, a + kTileRows * block, b + block * kPanel, dots[q & 1][1]);
+        HALFBYTE_BLOCK_DOTS(2, 4, 6, a + 2 * kTileRows * block, b + 2 * block * kPanel, dots[q & 1][2]);
+        HALFBYTE_BLOCK_DOTS(3, 5, 7, a + 3 * kTileRows * block, b + 3 * block * kPanel, dots[q & 1][3]);
     };
     if (fours > 0) issue(0);
     for (int64_t q = 0; q < fours; ++q) {
@@ -98,7 +92,7 @@ void tile_chunk(const TileRows& rows, const int8_t* weights, const float* scales
             add_block<F, R>(dots[q & 1][i], rows.scales + (q * 4 + i) * kTileRows, scales + (q * 4 + i) * kPanel, acc);
     }
     for (int64_t b = fours * 4; b < count; ++b) {
-        block_dots<0, block>(rows.codes + b * kTileRows * block, weights + b * block * kPanel, dots[0][0]);
+        HALFBYTE_BLOCK_DOTS(0, 4, 6, rows.codes + b * kTileRows * block, weights + b * block * kPanel, dots[0][0]);
         add_block<F, R>(dots[0][0], rows.scales + b * kTileRows, scales + b * kPanel, acc);
     }
     for (int r = 0; r < R; ++r) _mm512_store_ps(sums + r * 16, acc[r]);

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -62,11 +62,9 @@ class ModelConfig(Section):
 
     Arguments:
         path: a model folder, or ``tiny`` for the policy in the package.
-        dtype: type the checkpoint's tensors are read as; ``auto`` as stored. Masters are float32 either way.
     """
 
     path: Text = "tiny"
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
 
 
 class EnvConfig(Section):
@@ -117,7 +115,7 @@ class LearnerConfig(Section):
     """The update.
 
     Arguments:
-        execution: ``emulated`` (framework products of dequantised operands) or ``native`` (the rollout's kernels).
+        execution: ``emulated``: framework products of operands rounded at the rollout's sites.
         precision: ``same`` as the rollout's, or a precision of its own.
         lr: peak rate; 0 leaves the weights alone (a control).
         schedule: after the warm-up: linear to 0, cosine to 0, or constant.
@@ -128,7 +126,7 @@ class LearnerConfig(Section):
         publish_dtype: type of the weights handed to the rollout.
     """
 
-    execution: Literal["emulated", "native"] = "emulated"
+    execution: Literal["emulated"] = "emulated"
     precision: PrecisionChoice = "same"
     lr: NotNegative = 3e-4
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -334,8 +332,6 @@ def _read_file(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError("there is no configuration file", where=str(path), expected="a TOML file") from None
     except (OSError, UnicodeDecodeError) as error:
         what = f"the configuration file cannot be read: {error}"
         raise ConfigError(what, where=str(path), expected="a TOML file in UTF-8") from error
@@ -445,8 +441,7 @@ def _names(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 def _key(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
     """Dotted key of an error: pydantic adds the member of a union, which means nothing to a user."""
-    names = dict(_names(model))
-    key = ""
+    names, key = dict(_names(model)), ""
     for part in location:
         if key in names and _section(names[key]) is None:
             break
@@ -474,18 +469,19 @@ def _write(data: dict[str, Any], key: str, value: object, defaults: Mapping[str,
 
 def _read_value(text: str, info: FieldInfo | None) -> Any:
     """The reading of ``text`` that the key's type accepts: none, TOML, bare text, or a list without its brackets."""
-    toml, listed = _toml(text), _toml(f"[{text}]")
+    toml = _toml(text)
+    readings = [reading for reading in (toml, text) if reading is not None]
     if info is None or _section(info) is not None:
-        return text if toml is None else toml
+        return readings[0]
+    if get_origin(info.annotation) is tuple and not isinstance(toml, list):
+        readings = [reading for reading in (_toml(f"[{text}]"), [text]) if reading is not None]
     adapter: TypeAdapter[Any] = TypeAdapter(info.rebuild_annotation())
-    readings: list[Any] = [None] if text.lower() in ("none", "null") else []
-    readings += [reading for reading in (toml, text, listed, [text]) if reading is not None]
-    for reading in readings:
+    for reading in [None, *readings] if text.lower() in ("none", "null") else readings:
         try:
             return adapter.validate_python(reading)
         except ValidationError:
             continue
-    return text if toml is None else toml
+    return readings[0]
 
 
 def _toml(text: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -62,7 +63,9 @@ def test_chain_sum(low: int, more: int, index: int) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_splits_are_disjoint_by_hash_of_the_prompt_whatever_the_seed(task: str) -> None:
     # A space small enough that both splits are drawn nearly completely: overlap would show.
-    small = {"min_digits": 2, "max_digits": 2} if task != "chain_sum" else {"max_terms": 2, "max_digits": 1}
+    small: dict[str, Any] = (
+        {"min_digits": 2, "max_digits": 2} if task != "chain_sum" else {"max_terms": 2, "max_digits": 1}
+    )
     seen: dict[str, set[str]] = {"train": set(), "eval": set()}
     for seed in (0, 1, 12345):
         environment = make_env(f"arithmetic:{task}", seed=seed, eval_seed=seed, **small)
@@ -133,7 +136,7 @@ def test_exact_match() -> None:
         ({"max_digits": "many"}, "max_digits"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, object], key: str) -> None:
+def test_wrong_options_are_named(options: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key) as caught:
         make_env("arithmetic:sort", **options)
     assert "arithmetic:sort" in str(caught.value)

@@ -143,7 +143,7 @@ class Odd:
 
 
 def test_info_is_json_whatever_the_scorer_puts_there() -> None:
-    info = {"a": (1, {2: Odd()}), "nan": math.nan, 3: np.float32(1.5), "deep": [[[[[[[[[[1]]]]]]]]]], "b": {1, 2}}
+    info: Any = {"a": (1, {2: Odd()}), "nan": math.nan, 3: np.float32(1.5), "deep": [[[[[[[[[[1]]]]]]]]]], "b": {1, 2}}
     result = outcome(lambda **_: Score(1.0, True, info))
     assert result.error is None
     text = json.dumps(dict(result.turn().info), allow_nan=False)

@@ -98,7 +98,7 @@ def test_attention_against_float64(kernels: Kernels, kind: str, heads: int, n_kv
         hidden = torch.arange(count) > torch.arange(count - n, count)[:, None]
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         truth = torch.einsum("hnk,khd->nhd", weights, v)
-        # A score errs by (d + 3) roundings of its terms' sizes at most, a weight by twice that; then one rounding a key.
+        # A score errs by d + 3 roundings of its terms' sizes at most, a weight by twice that; then one rounding a key.
         relative = unit * (2 * (d + 3) * float(sizes.max()) + 2 * count + 10)
         assert float((got.double() - truth).abs().max()) <= relative * float(v.abs().max())
 

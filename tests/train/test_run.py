@@ -61,7 +61,8 @@ def test_run_folder_is_complete_and_the_reward_rises(policy_folder: Path, tmp_pa
     rows = metrics(out)
     rewards = [r["reward/mean"] for r in rows if r["kind"] == "train"]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.15
-    k3 = [r["gap/k3_kl"] for r in rows if r["kind"] == "train"]
+    k3 = [r["gap/k3_kl"] for r in rows if "gap/k3_kl" in r]
+    assert len(k3) > 10
     assert max(k3) < 0.05
     summary = json.loads((out / "summary.json").read_text())
     needed = {"accuracy_before", "accuracy_after", "accuracy_interval", "steps", "wall_seconds", "rollout_seconds", "learner_seconds", "k3_kl", "mean_abs_gap", "seed"}
@@ -73,7 +74,8 @@ def test_run_folder_is_complete_and_the_reward_rises(policy_folder: Path, tmp_pa
     assert len(list((out / "checkpoints").iterdir())) == 2, "older checkpoints are removed"
     trained = load_checkpoint(out / "model")
     assert trained.architecture.n_experts == 4
-    assert [r["version"] for r in rows if r["kind"] == "train"] == list(range(1, 26))
+    updates = np.cumsum([r.get("optim/updates", 0.0) for r in rows if r["kind"] == "train"])
+    assert [r["version"] for r in rows if r["kind"] == "train"] == updates.tolist(), "one version for every update"
 
 
 SCRIPT = """

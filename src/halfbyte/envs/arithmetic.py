@@ -127,7 +127,7 @@ class ArithmeticEnvironment(SingleTurnEnvironment):
         ConfigError: unknown task, unknown option, or a value out of range.
     """
 
-    def __init__(self, task: str, *, reward: RewardFunction | None = None, **options: Any) -> None:
+    def __init__(self, task: str, /, *, reward: RewardFunction | None = None, **options: Any) -> None:
         name = f"arithmetic:{task}"
         if task not in _TASKS:
             close = close_names(task, TASKS)

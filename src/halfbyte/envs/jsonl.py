@@ -70,7 +70,7 @@ class JsonlEnvironment(SingleTurnEnvironment):
         MissingExtraError: math_verify scoring without the package.
     """
 
-    def __init__(self, path: str, *, reward: RewardFunction | None = None, **options: Any) -> None:
+    def __init__(self, path: str, /, *, reward: RewardFunction | None = None, **options: Any) -> None:
         name = f"jsonl:{path}"
         self.options = validated(JsonlOptions, options, f"options of {name}")
         scoring = self.options.scoring

@@ -74,7 +74,7 @@ class ReasoningGymEnvironment(SingleTurnEnvironment):
         ConfigError: an unknown data set or option (close names are listed), or one that the data set refuses.
     """
 
-    def __init__(self, dataset: str, *, reward: RewardFunction | None = None, **options: Any) -> None:
+    def __init__(self, dataset: str, /, *, reward: RewardFunction | None = None, **options: Any) -> None:
         name = f"reasoning_gym:{dataset}"
         self._factory = _package()
         registered: Mapping[str, Any] = self._factory.DATASETS

@@ -19,7 +19,7 @@ from halfbyte.errors import ConfigError, UserError
 __all__ = ["ENVIRONMENTS", "make_env"]
 
 
-def make_env(spec: str, *, reward: str | None = None, correct_at: float = 1.0, **options: Any) -> Environment:
+def make_env(spec: str, /, *, reward: str | None = None, correct_at: float = 1.0, **options: Any) -> Environment:
     """The environment that ``spec`` names.
 
     Arguments:

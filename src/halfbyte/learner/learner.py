@@ -25,7 +25,7 @@ from halfbyte.learner.parameters import Parameters
 from halfbyte.learner.schedule import rate_factor
 from halfbyte.models.architecture import Architecture
 from halfbyte.models.decoder import hidden_states
-from halfbyte.models.logprob import distribution_entropy, token_logprobs
+from halfbyte.models.logprob import positive_temperature, token_logprobs
 from halfbyte.models.precision import Precision, require_same
 from halfbyte.models.trajectory import Trajectory
 
@@ -222,9 +222,8 @@ class Learner:
         states = hidden_states(self.arch, run, batch.ids).index_select(0, batch.rows)
         logits = run.head(states)
         logp = token_logprobs(self.kernels, logits, batch.targets, batch.temperature, batch.supports)
-        if with_entropy_gradient:
-            return logp, objective.token_entropy(logits / batch.temperature[:, None].clamp(min=1e-6))
-        return logp, distribution_entropy(logits, batch.temperature)
+        seen = logits if with_entropy_gradient else logits.detach()
+        return logp, objective.token_entropy(seen, batch.mask, temperature=positive_temperature(batch.temperature))
 
     def _indices(self, samples: Sequence[Trajectory]) -> list[list[int]]:
         lengths = [len(t) for t in samples]

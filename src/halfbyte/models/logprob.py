@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfbyte.kernels import Kernels
 
-__all__ = ["distribution_entropy", "token_logprobs"]
+__all__ = ["positive_temperature", "token_logprobs"]
 
 
 def token_logprobs(
@@ -43,13 +43,8 @@ def token_logprobs(
     return cast(Tensor, _TokenLogProbs.apply(logits, ids, temperature, supports, kernels))
 
 
-def distribution_entropy(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Entropy [R] in nats of softmax(logits / temperature), full vocabulary; a metric, without gradient."""
-    logp = torch.log_softmax(logits.detach() / _safe(temperature)[:, None], dim=1)
-    return -(logp.exp() * logp).sum(dim=1)
-
-
-def _safe(temperature: Tensor) -> Tensor:
+def positive_temperature(temperature: Tensor) -> Tensor:
+    """The temperature that divides the logits: 1 where a greedy rollout says 0."""
     return torch.where(temperature > 0, temperature, torch.ones_like(temperature))
 
 
@@ -65,7 +60,7 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         logits, ids, temperature = ctx.saved_tensors
-        scale = _safe(temperature)
+        scale = positive_temperature(temperature)
         scaled = logits / scale[:, None]
         if ctx.supports is not None:
             for row, kept in enumerate(ctx.supports):

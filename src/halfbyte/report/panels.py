@@ -76,8 +76,8 @@ _OPTIMISER = (
     _Metric("Policy loss", (("loss/policy", "loss"),), ""),
     _Metric(
         "Clipped tokens",
-        (("clip/low", "low side"), ("clip/high", "high side")),
-        "Share of tokens beyond the clip range.",
+        (("ratio/clipped_low", "low"), ("ratio/clipped_high", "high"), ("ratio/clipped_dual", "dual")),
+        "Share of tokens whose gradient a bound on the ratio removes.",
     ),
 )
 

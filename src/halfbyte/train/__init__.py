@@ -1,5 +1,5 @@
 """The training loop and its run folder."""
 
-from halfbyte.train.run import open_model, run
+from halfbyte.train.run import run
 
-__all__ = ["open_model", "run"]
+__all__ = ["run"]

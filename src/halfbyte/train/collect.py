@@ -6,12 +6,13 @@ nothing is decoded and encoded again (ms-swift #10012, verl #6719).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halfbyte.envs import Environment, Prompt, Turn
+from halfbyte.envs import Environment, Episode, Prompt, Turn
 from halfbyte.errors import DataError
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.models.trajectory import SamplingParams, Trajectory
@@ -26,7 +27,7 @@ class _Live:
     """A sample whose episode goes on."""
 
     prompt: Prompt
-    episode: object
+    episode: Episode
     trajectory: Trajectory
     request: Request
 
@@ -70,16 +71,12 @@ def collect(
     Arguments:
         key: what the randomness is keyed by beside the seed, the prompt's id, the sample and the position (the step, say).
     """
-    requests = [
-        Request(
-            encode_prompt(tokenizer, prompt, max_prompt_tokens),
-            sampling,
-            n=samples,
-            key=request_key(*key, prompt.id),
-            group=group,
-        )
-        for group, prompt in enumerate(prompts)
-    ]
+    seen: Counter[str] = Counter()  # a small data set may repeat a prompt in a step; the repeats are other samples
+    requests = []
+    for group, prompt in enumerate(prompts):
+        ids = encode_prompt(tokenizer, prompt, max_prompt_tokens)
+        requests.append(Request(ids, sampling, n=samples, key=request_key(*key, prompt.id, seen[prompt.id]), group=group))
+        seen[prompt.id] += 1
     trajectories = engine.generate(requests)
     live = [
         _Live(prompts[t.group], environment.start(prompts[t.group]), t, requests[t.group]) for t in trajectories
@@ -91,7 +88,7 @@ def collect(
         following: list[tuple[_Live, Request]] = []
         for sample in current:
             turn = _score(sample, tokenizer)
-            if turn.done or sample.trajectory.finish_reason == "length":
+            if turn.done or turn.error is not None or sample.trajectory.finish_reason == "length":
                 finished[place[id(sample)]] = sample.trajectory
                 if on_scored is not None:
                     on_scored(sample.trajectory)
@@ -108,10 +105,12 @@ def _score(sample: _Live, tokenizer: Tokenizer) -> Turn:
     t = sample.trajectory
     last = t.response_ids[t.turns[-1] :]
     text = tokenizer.decode(last.tolist())
-    turn: Turn = sample.episode.step(text, tuple(last.tolist()))  # type: ignore[attr-defined]
-    if turn.reward is not None:
-        t.reward = (t.reward or 0.0) + turn.reward
+    turn: Turn = sample.episode.step(text, tuple(last.tolist()))
     t.info = {**t.info, **turn.info}
+    if turn.error is not None:  # a sample whose scoring failed has no reward, whatever earlier turns gave
+        t.reward = None
+    elif turn.reward is not None:
+        t.reward = (t.reward or 0.0) + turn.reward
     return turn
 
 

@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from types import FrameType
 
 from halfbyte.config import Config, difference
 from halfbyte.envs import make_env
-from halfbyte.errors import CheckpointError, ConfigError
+from halfbyte.errors import ConfigError
 from halfbyte.kernels import active
 from halfbyte.learner.learner import Learner
-from halfbyte.models.checkpoint import Checkpoint, load_checkpoint
 from halfbyte.models.checkpoint_writer import save_checkpoint
+from halfbyte.models.open_model import open_model
 from halfbyte.models.precision import precision_from
-from halfbyte.models.tokenizer import Tokenizer, check_tokenizer
 from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.train.run_folder import RunFolder, environment
 from halfbyte.train.state import Progress, latest_checkpoint, load_state
 from halfbyte.train.tracker import make_tracker
 from halfbyte.train.trainer import Trainer
 
-__all__ = ["model_folder", "open_model", "run"]
+__all__ = ["run"]
 
 #: keys that may differ between a run and its resumption: they change no number
 FREE = ("train.out", "train.steps", "train.tracker", "train.checkpoint_every", "train.keep_checkpoints", "train.save_trajectories_every")
-
-
-def model_folder(path: str) -> Path:
-    """``tiny`` is the policy in the package; anything else is a folder."""
-    if path == "tiny":
-        return Path(str(resources.files("halfbyte.models").joinpath("tiny")))
-    return Path(path)
-
-
-def open_model(path: str) -> tuple[Checkpoint, Tokenizer]:
-    """A checked checkpoint and its tokenizer; every EOS id that the folder names is in the architecture.
-
-    Raises:
-        CheckpointError: the folder cannot be used, or has no tokenizer, or one of another model.
-    """
-    checkpoint = load_checkpoint(model_folder(path))
-    if checkpoint.tokenizer_path is None:
-        raise CheckpointError("the model has no tokenizer", where=path, expected="tokenizer.json in the model folder")
-    tokenizer = Tokenizer.from_folder(checkpoint.tokenizer_path)
-    check_tokenizer(tokenizer, checkpoint.architecture)
-    eos = tuple(dict.fromkeys((*checkpoint.eos_ids, *tokenizer.eos_ids)))
-    return replace(checkpoint, architecture=replace(checkpoint.architecture, eos_ids=eos)), tokenizer
 
 
 def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int:
@@ -162,8 +138,6 @@ def _prepare(folder: RunFolder, config: Config, *, resume: bool, overwrite: bool
 
 def _clear(folder: RunFolder) -> None:
     """Remove what a run writes, and nothing else that may lie in the folder."""
-    import shutil
-
     for name in ("checkpoints", "trajectories", "model"):
         shutil.rmtree(folder.path / name, ignore_errors=True)
     for name in ("config.json", "environment.json", "metrics.jsonl", "summary.json", "report.html"):

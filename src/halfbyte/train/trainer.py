@@ -164,6 +164,9 @@ class Trainer:
         return row
 
     def _evaluate(self) -> dict[str, float]:
+        for row in reversed(self.folder.rows()):  # a run killed after this evaluation has its row already
+            if row["kind"] == "eval" and row["step"] == self.progress.step:
+                return row
         config = self.config.eval
         sampling = SamplingParams(**{**asdict(self.sampling), "temperature": config.temperature})
         row = evaluate(

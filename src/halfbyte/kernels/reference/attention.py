@@ -9,8 +9,8 @@ Per query, head and tile of 16 keys by absolute position (arXiv 1805.02867, 2205
 
 Masked keys take part in nothing. FP4 pages (our own order; products with grid values are exact, so fused multiply-adds
 give the same bits): q' = round22(q); per block of 16 dimensions t = sum of q'_d * grid in order; q . k = (sum over
-blocks of t * e4m3, in order) * global; values use w_j = round22(p_j * e4m3_j), acc = acc + w_j * grid and
-out = (acc * global) / l + 0.
+blocks of t * e4m3, in order) * global; values use w_j = head22(p_j * e4m3_j), where a p_j below 2^-80 counts as 0,
+acc = acc + w_j * grid and out = (acc * global) / l + 0.
 
 The reference is vectorised over sequences, heads and queries, which are the last dimensions of every tensor below, and
 loops over keys and dimensions; so its value cannot depend on what shares the batch or on the page size.
@@ -25,7 +25,7 @@ from torch import Tensor
 from halfbyte.errors import ShapeError
 from halfbyte.formats import decode_e2m1, decode_e4m3
 from halfbyte.kernels.kv import TILE, KvLayer
-from halfbyte.kernels.reference.elementary import exp, round22
+from halfbyte.kernels.reference.elementary import exp, head22, round22
 
 __all__ = ["attention", "check_attention"]
 
@@ -186,8 +186,9 @@ def _add_values(acc: Tensor, p: Tensor, layer: KvLayer, where: tuple[Tensor, int
     values = values.view(TILE, blocks, 16, *values.shape[3:]).unsqueeze(-1)
     scales = decode_e4m3(_tile(layer.v_scales, where)).unsqueeze(-1)
     split = acc.view(blocks, 16, *acc.shape[1:])
+    p = torch.where(p < 2.0**-80, 0.0, p)
     for j in range(TILE):
-        w = round22(p[j] * scales[:, j])
+        w = head22(p[j] * scales[:, j])
         split.add_(w.unsqueeze(1) * values[j])
 
 

@@ -20,10 +20,9 @@ def block_sums(x: Tensor) -> Tensor:
     """
     n = x.shape[-1]
     d = x.to(torch.float64)
-    rows = -(-min(n, BLOCK) // LANES)
-    width = rows * LANES if n <= BLOCK else BLOCK
-    d = torch.nn.functional.pad(d, (0, -n % width if n else 0))
-    d = d.view(*x.shape[:-1], -1, rows, LANES) if n else d.new_zeros((*x.shape[:-1], 1, 1, LANES))
+    rows = max(1, -(-min(n, BLOCK) // LANES))
+    blocks = max(1, -(-n // BLOCK))
+    d = torch.nn.functional.pad(d, (0, blocks * rows * LANES - n)).view(*x.shape[:-1], blocks, rows, LANES)
     lanes = 0.0 + d[..., 0, :]
     for i in range(1, d.shape[-2]):
         lanes = lanes + d[..., i, :]
