@@ -20,7 +20,7 @@ from halfbyte.cli import threads
 
 ARMS: dict[str, dict[str, str]] = {
     "default": {},
-    "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
+    "short spin": {"GOMP_SPINCOUNT": "1000"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
 

@@ -66,7 +66,12 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<eos>", "pad_token": "<pad>", "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 256}
+    config = {
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 256,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -129,9 +134,7 @@ def main() -> None:
     tokenizer, env, kernels = HouseTokenizer.from_folder(scratch), make_env(arguments.env), active()
     tensors = initial_tensors(ARCHITECTURE, arguments.seed)
     parameters = Parameters(ARCHITECTURE, tensors, precision_from(arguments.precision), kernels)
-    optimiser = Optimiser(
-        parameters.masters, lr=2e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.01, clip_norm=1.0
-    )
+    optimiser = Optimiser(parameters.masters, lr=2e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.01, clip_norm=1.0)
     tables = ARCHITECTURE.rope_tables()
     probes = [env.prompt("train", 2**30 + i) for i in range(256)]
     engine = Engine(ARCHITECTURE, precision_from(arguments.eval_precision), dict(parameters.published()))
@@ -145,7 +148,9 @@ def main() -> None:
         parameters.refresh()
         if (step + 1) % 5 == 0 and step >= 40:
             engine.load_weights(dict(parameters.published()), version=step + 1)
-            accuracy = evaluate(engine, env, tokenizer, probes, SamplingParams(max_tokens=16), samples=2)["eval/accuracy"]
+            accuracy = evaluate(engine, env, tokenizer, probes, SamplingParams(max_tokens=16), samples=2)[
+                "eval/accuracy"
+            ]
             print(f"step {step + 1}: loss {float(loss):.4f}, sampled accuracy {accuracy:.3f}", flush=True)
             if accuracy >= arguments.stop:
                 break

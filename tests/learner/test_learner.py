@@ -27,8 +27,12 @@ def checkpoint(family_folders: dict[str, Path]) -> Checkpoint:
     return load_checkpoint(family_folders["qwen3_moe"])
 
 
-def rollouts(checkpoint: Checkpoint, precision: str = "fp32", *, groups: int = 3, n: int = 4, **sampling: object) -> list[Trajectory]:
-    engine = Engine(checkpoint.architecture, precision_from(precision), checkpoint.tensors, options=EngineOptions(kv_memory_mb=2))
+def rollouts(
+    checkpoint: Checkpoint, precision: str = "fp32", *, groups: int = 3, n: int = 4, **sampling: object
+) -> list[Trajectory]:
+    engine = Engine(
+        checkpoint.architecture, precision_from(precision), checkpoint.tensors, options=EngineOptions(kv_memory_mb=2)
+    )
     params = SamplingParams(**{"max_tokens": 9, **sampling})  # type: ignore[arg-type]
     requests = [Request(tuple(range(3, 6 + 4 * g)), params, n=n, key=g, group=g) for g in range(groups)]
     out = engine.generate(requests)
@@ -38,10 +42,19 @@ def rollouts(checkpoint: Checkpoint, precision: str = "fp32", *, groups: int = 3
 
 
 def learner(
-    checkpoint: Checkpoint, precision: str | Precision = "fp32", rollout: str | Precision | None = None, objective: dict[str, object] | None = None, **config: object
+    checkpoint: Checkpoint,
+    precision: str | Precision = "fp32",
+    rollout: str | Precision | None = None,
+    objective: dict[str, object] | None = None,
+    **config: object,
 ) -> Learner:
     exact = precision == "fp32"
-    settings = {"schedule": "constant", "warmup_steps": 0, "publish_dtype": "float32" if exact else "bfloat16", **config}
+    settings = {
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "publish_dtype": "float32" if exact else "bfloat16",
+        **config,
+    }
     return Learner(
         checkpoint.architecture,
         checkpoint.tensors,
@@ -73,7 +86,13 @@ def gradients(of: Learner, trajectories: list[Trajectory]) -> tuple[dict[str, to
 @pytest.mark.parametrize("denominator", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize(
     "change",
-    [{"max_tokens_per_microbatch": 1}, {"max_tokens_per_microbatch": 40}, {"packing": False}, {"packing": False, "max_tokens_per_microbatch": 70}, {"activation_checkpointing": True}],
+    [
+        {"max_tokens_per_microbatch": 1},
+        {"max_tokens_per_microbatch": 40},
+        {"packing": False},
+        {"packing": False, "max_tokens_per_microbatch": 70},
+        {"activation_checkpointing": True},
+    ],
     ids=str,
 )
 def test_trl_6024_loss_and_gradient_do_not_depend_on_how_tokens_are_split(
@@ -167,7 +186,12 @@ def test_published_weights_are_the_bf16_cast_of_the_masters(checkpoint: Checkpoi
 
 def test_effective_weights_are_the_codes_the_rollout_serves(checkpoint: Checkpoint) -> None:
     of = learner(checkpoint, "w4a4kv4")
-    engine = Engine(checkpoint.architecture, precision_from("w4a4kv4"), dict(of.parameters.published()), options=EngineOptions(kv_memory_mb=2))
+    engine = Engine(
+        checkpoint.architecture,
+        precision_from("w4a4kv4"),
+        dict(of.parameters.published()),
+        options=EngineOptions(kv_memory_mb=2),
+    )
     names = tuple(f"model.layers.0.self_attn.{p}_proj" for p in "qkv")
     served = engine.weights.linears[names, "w4a4"].dequantised()
     trained = torch.cat([of.parameters.effective(f"{n}.weight", "w4a4") for n in names])
@@ -230,7 +254,7 @@ def test_router_replay_uses_the_rollouts_experts_and_still_trains_the_router(che
     for t in trajectories:
         assert t.routes is not None
         t.routes = np.ascontiguousarray((t.routes + 1) % 8)  # routes the router would not choose
-    live, live_metrics = gradients(learner(checkpoint, router_replay=False), trajectories)
+    _, live_metrics = gradients(learner(checkpoint, router_replay=False), trajectories)
     replayed, metrics = gradients(learner(checkpoint, router_replay=True), trajectories)
     assert live_metrics["gap/mean_abs"] < 1e-5
     assert metrics["gap/mean_abs"] > 1e-2

@@ -47,7 +47,9 @@ def oracle(folder: Path, ids: list[int]) -> torch.Tensor:
 def learner_logits(folder: Path, rows: list[list[int]], *, packing: bool) -> list[torch.Tensor]:
     checkpoint = load_checkpoint(folder)
     precision = precision_from("fp32")
-    parameters = Parameters(checkpoint.architecture, checkpoint.tensors, precision, active(), publish_dtype=torch.float32)
+    parameters = Parameters(
+        checkpoint.architecture, checkpoint.tensors, precision, active(), publish_dtype=torch.float32
+    )
     batch = collate([trajectory(r, 1) for r in rows], packing=packing)
     run = AutogradExecution(parameters, batch, active(), checkpoint.architecture.rope_tables())
     with torch.no_grad():
@@ -60,7 +62,9 @@ def test_rollout_logits_equal_transformers(family: str, family_folders: dict[str
     folder = family_folders[family]
     ids = torch.randint(2, 64, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     checkpoint = load_checkpoint(folder)
-    engine = Engine(checkpoint.architecture, precision_from("fp32"), checkpoint.tensors, options=EngineOptions(kv_memory_mb=2))
+    engine = Engine(
+        checkpoint.architecture, precision_from("fp32"), checkpoint.tensors, options=EngineOptions(kv_memory_mb=2)
+    )
     expected = torch.log_softmax(oracle(folder, ids), dim=-1)[range(3, 39), ids[4:]]
     assert expected.std() > 0.5, "the model must not be trivial"
     np.testing.assert_allclose(engine.score(ids[:4], ids[4:]), expected.numpy(), atol=TOLERANCE, rtol=0)

@@ -28,7 +28,14 @@ def tensors(family_folders: dict[str, Path]) -> dict[str, torch.Tensor]:
     return {k: v.clone() for k, v in load_checkpoint(family_folders["qwen3_moe"]).tensors.items()}
 
 
-def make(family_folders: dict[str, Path], tensors: dict[str, torch.Tensor], *, precision: str = "w4a4kv4", eos: tuple[int, ...] = (1,), **options: object) -> Engine:
+def make(
+    family_folders: dict[str, Path],
+    tensors: dict[str, torch.Tensor],
+    *,
+    precision: str = "w4a4kv4",
+    eos: tuple[int, ...] = (1,),
+    **options: object,
+) -> Engine:
     from dataclasses import replace
 
     arch = replace(load_checkpoint(family_folders["qwen3_moe"]).architecture, eos_ids=eos)
@@ -45,8 +52,12 @@ def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: v * 1.25 if v.dim() > 1 else v for k, v in tensors.items()}
 
 
-def test_trl_7039_every_eos_id_stops_and_is_kept(family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]) -> None:
-    free = make(family_folders, tensors).generate([Request((5, 6), SamplingParams(max_tokens=40, ignore_eos=True), key=3)])[0]
+def test_trl_7039_every_eos_id_stops_and_is_kept(
+    family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]
+) -> None:
+    free = make(family_folders, tensors).generate(
+        [Request((5, 6), SamplingParams(max_tokens=40, ignore_eos=True), key=3)]
+    )[0]
     first, second = (int(free.response_ids[i]) for i in (4, 7))
     engine = make(family_folders, tensors, eos=(second, first))
     stopped = engine.generate([Request((5, 6), SamplingParams(max_tokens=40), key=3)])[0]
@@ -56,7 +67,9 @@ def test_trl_7039_every_eos_id_stops_and_is_kept(family_folders: dict[str, Path]
     assert stopped.mask.all(), "the EOS is trained on (TRL #6357)"
 
 
-def test_stop_string_ends_the_response_and_keeps_its_ids(family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]) -> None:
+def test_stop_string_ends_the_response_and_keeps_its_ids(
+    family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]
+) -> None:
     engine = make(family_folders, tensors)
     free = engine.generate([Request((5, 6), SamplingParams(max_tokens=30, ignore_eos=True), key=4)])[0]
     text = Letters().decode(free.response_ids.tolist())
@@ -72,7 +85,9 @@ def test_stop_ids_and_length(family_folders: dict[str, Path], tensors: dict[str,
     assert free.finish_reason == "length"
     assert len(free.response_ids) == 8
     wanted = int(free.response_ids[3])
-    stopped = engine.generate([Request((9,), SamplingParams(max_tokens=8, ignore_eos=True, stop_ids=(wanted,)), key=5)])[0]
+    stopped = engine.generate(
+        [Request((9,), SamplingParams(max_tokens=8, ignore_eos=True, stop_ids=(wanted,)), key=5)]
+    )[0]
     assert stopped.finish_reason == "stop"
     assert len(stopped.response_ids) == free.response_ids.tolist().index(wanted) + 1
 
@@ -92,7 +107,9 @@ def test_nemo_rl_4018_prefix_cache_never_serves_another_weight_version(
     assert got.versions.tolist() == [1] * 8
 
 
-def test_prefix_cache_is_used_within_a_version(family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]) -> None:
+def test_prefix_cache_is_used_within_a_version(
+    family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]
+) -> None:
     engine = make(family_folders, tensors)
     request = Request(tuple(range(2, 50)), SamplingParams(max_tokens=2, ignore_eos=True), key=6)
     engine.generate([request])
@@ -143,17 +160,23 @@ def test_failed_load_keeps_the_old_weights(family_folders: dict[str, Path], tens
     request = Request((4, 5), SamplingParams(max_tokens=4), key=2)
     before = engine.generate([request])[0]
     broken = dict(tensors)
-    broken["model.layers.1.self_attn.q_proj.weight"] = torch.full_like(broken["model.layers.1.self_attn.q_proj.weight"], float("nan"))
+    broken["model.layers.1.self_attn.q_proj.weight"] = torch.full_like(
+        broken["model.layers.1.self_attn.q_proj.weight"], float("nan")
+    )
     with pytest.raises(NumericsError, match=r"layers\.1\.self_attn\.q_proj"):
         engine.load_weights(broken, version=1)
     assert engine.version == 0
     assert engine.generate([request])[0].logprobs.tobytes() == before.logprobs.tobytes()
 
 
-def test_abort_returns_what_was_produced_and_frees_every_page(family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]) -> None:
+def test_abort_returns_what_was_produced_and_frees_every_page(
+    family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]
+) -> None:
     engine = make(family_folders, tensors, prefix_cache=False)
     for group in range(2):
-        engine.add(Request((4, 5, 6 + group), SamplingParams(max_tokens=9, ignore_eos=True), n=2, key=group, group=group))
+        engine.add(
+            Request((4, 5, 6 + group), SamplingParams(max_tokens=9, ignore_eos=True), n=2, key=group, group=group)
+        )
     engine.step()
     engine.step()
     aborted = engine.abort(group=0)
@@ -196,7 +219,14 @@ def test_bad_requests_are_refused_by_name(family_folders: dict[str, Path], tenso
         engine.add(Request((5, 64)))
     with pytest.raises(DataError, match="at most 256 positions"):
         engine.add(Request((5,), SamplingParams(max_tokens=256)))
-    for change in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 1.5}, {"max_tokens": 0}, {"stop": ("",)}):
+    for change in (
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"min_p": 1.5},
+        {"max_tokens": 0},
+        {"stop": ("",)},
+    ):
         with pytest.raises(ConfigError, match=next(iter(change))):
             SamplingParams(**change)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs 16 KV pages"):
@@ -207,7 +237,9 @@ def test_bad_requests_are_refused_by_name(family_folders: dict[str, Path], tenso
         make(family_folders, tensors, page_size=24)
 
 
-def test_trl_4159_temperature_is_applied_on_both_sides(family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]) -> None:
+def test_trl_4159_temperature_is_applied_on_both_sides(
+    family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]
+) -> None:
     """Sampled log-probs at temperature 0.5 are those of logits / 0.5, not of the logits and not log-probs / 0.5."""
     engine = make(family_folders, tensors, precision="fp32")
     t = engine.generate([Request((4, 5, 6), SamplingParams(temperature=0.5, max_tokens=6, ignore_eos=True), key=1)])[0]
@@ -220,7 +252,9 @@ def test_trl_4159_temperature_is_applied_on_both_sides(family_folders: dict[str,
     np.testing.assert_allclose(t.logprobs, expected.numpy(), atol=2e-4)
 
 
-def test_trl_6789_filtered_logprobs_are_of_the_kept_set(family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]) -> None:
+def test_trl_6789_filtered_logprobs_are_of_the_kept_set(
+    family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]
+) -> None:
     engine = make(family_folders, tensors, precision="fp32")
     sampling = SamplingParams(top_k=5, top_p=0.9, max_tokens=6, ignore_eos=True)
     t = engine.generate([Request((4, 5, 6), sampling, key=1)])[0]

@@ -29,7 +29,9 @@ def checkpoint(folder: Path) -> Checkpoint:
 def engine(folder: Path, precision: str, **options: object) -> Engine:
     held = checkpoint(folder)
     defaults = {"kv_memory_mb": 2.0}
-    return Engine(held.architecture, precision_from(precision), held.tensors, options=EngineOptions(**{**defaults, **options}))  # type: ignore[arg-type]
+    return Engine(
+        held.architecture, precision_from(precision), held.tensors, options=EngineOptions(**{**defaults, **options})
+    )  # type: ignore[arg-type]
 
 
 def requests(seed: int) -> list[Request]:
@@ -131,7 +133,9 @@ def pages_mb(of: Engine, pages: int) -> float:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_teacher_forced_logprobs_equal_sampled_ones(family: str, precision: str, family_folders: dict[str, Path]) -> None:
+def test_teacher_forced_logprobs_equal_sampled_ones(
+    family: str, precision: str, family_folders: dict[str, Path]
+) -> None:
     run = engine(family_folders[family], precision, max_batch_tokens=13)
     for t in run.generate(requests(7)):
         again = run.score(t.prompt_ids.tolist(), t.response_ids.tolist(), t.sampling, t.supports)
@@ -141,7 +145,8 @@ def test_teacher_forced_logprobs_equal_sampled_ones(family: str, precision: str,
 def test_preemption_happens_and_changes_nothing(family_folders: dict[str, Path]) -> None:
     folder = family_folders["qwen3_moe"]
     wanted = [
-        Request(tuple(range(2, 20)), SamplingParams(max_tokens=30, ignore_eos=True), n=4, key=k, group=k) for k in range(3)
+        Request(tuple(range(2, 20)), SamplingParams(max_tokens=30, ignore_eos=True), n=4, key=k, group=k)
+        for k in range(3)
     ]
     roomy = engine(folder, "w4a4kv4")
     tight = engine(folder, "w4a4kv4", kv_memory_mb=pages_mb(roomy, 6))

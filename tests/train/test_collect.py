@@ -51,14 +51,21 @@ class Conversation:
         def step(self, text: str, ids: Sequence[int]) -> Turn:
             self.env.heard.append((text, tuple(ids)))
             self.left -= 1
-            return Turn(done=self.left == 0, reward=1.0, observation=None if self.left == 0 else "=7=", info={"correct": self.left == 0})
+            return Turn(
+                done=self.left == 0,
+                reward=1.0,
+                observation=None if self.left == 0 else "=7=",
+                info={"correct": self.left == 0},
+            )
 
 
 @pytest.fixture
 def engine(family_folders: dict[str, Path]) -> Engine:
     held = load_checkpoint(family_folders["qwen3_moe"])
     precision = precision_from({"preset": "w4a4kv4", "prefill": {"experts": "bf16"}})
-    return Engine(held.architecture, precision, held.tensors, detokeniser=Characters(), options=EngineOptions(kv_memory_mb=2))
+    return Engine(
+        held.architecture, precision, held.tensors, detokeniser=Characters(), options=EngineOptions(kv_memory_mb=2)
+    )
 
 
 def test_ms_swift_10012_turns_continue_ids_and_nothing_is_encoded_twice(engine: Engine) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_run import small_config
 
 from halfbyte.errors import CheckpointError, ConfigError, DataError, NumericsError
 from halfbyte.models.checkpoint import load_checkpoint
@@ -22,8 +23,6 @@ from halfbyte.models.safetensors_io import SafetensorsFile, write_safetensors
 from halfbyte.train import run
 from halfbyte.train.run_folder import RunFolder
 from halfbyte.train.state import latest_checkpoint
-
-from small_run import small_config
 
 pytestmark = pytest.mark.usefixtures("torch_single_thread")
 
@@ -56,7 +55,14 @@ def reference_run(policy_folder: Path, tmp_path: Path, reward_module: str) -> Pa
 
 def test_run_folder_is_complete_and_the_reward_rises(policy_folder: Path, tmp_path: Path, reward_module: str) -> None:
     out = tmp_path / "run"
-    config = small_config(policy_folder, out, f"{reward_module}:sevens", train__steps=25, train__checkpoint_every=10, learner__schedule="constant")
+    config = small_config(
+        policy_folder,
+        out,
+        f"{reward_module}:sevens",
+        train__steps=25,
+        train__checkpoint_every=10,
+        learner__schedule="constant",
+    )
     assert run(config) == 0
     rows = metrics(out)
     rewards = [r["reward/mean"] for r in rows if r["kind"] == "train"]
@@ -65,7 +71,18 @@ def test_run_folder_is_complete_and_the_reward_rises(policy_folder: Path, tmp_pa
     assert len(k3) > 10
     assert max(k3) < 0.05
     summary = json.loads((out / "summary.json").read_text())
-    needed = {"accuracy_before", "accuracy_after", "accuracy_interval", "steps", "wall_seconds", "rollout_seconds", "learner_seconds", "k3_kl", "mean_abs_gap", "seed"}
+    needed = {
+        "accuracy_before",
+        "accuracy_after",
+        "accuracy_interval",
+        "steps",
+        "wall_seconds",
+        "rollout_seconds",
+        "learner_seconds",
+        "k3_kl",
+        "mean_abs_gap",
+        "seed",
+    }
     assert needed <= summary.keys()
     assert summary["steps"] == 25
     environment = json.loads((out / "environment.json").read_text())
@@ -198,9 +215,13 @@ def test_existing_run_is_never_mixed_with_another(policy_folder: Path, tmp_path:
         run(small_config(policy_folder, tmp_path / "nothing"), resume=True)
 
 
-def test_a_reward_that_raises_fails_its_samples_not_the_run(policy_folder: Path, tmp_path: Path, reward_module: str) -> None:
+def test_a_reward_that_raises_fails_its_samples_not_the_run(
+    policy_folder: Path, tmp_path: Path, reward_module: str
+) -> None:
     out = tmp_path / "run"
-    config = small_config(policy_folder, out, f"{reward_module}:sometimes_broken", train__steps=2, train__save_trajectories_every=1)
+    config = small_config(
+        policy_folder, out, f"{reward_module}:sometimes_broken", train__steps=2, train__save_trajectories_every=1
+    )
     assert run(config) == 0
     rows = metrics(out)
     assert any(r.get("reward/failed", 0) > 0 for r in rows)
@@ -219,7 +240,9 @@ def test_all_rewards_equal_changes_no_weight_and_no_version(policy_folder: Path,
         assert torch.equal(tensor.bfloat16(), end.tensors[name]), name
 
 
-def test_group_of_one_warns_and_goes_on(policy_folder: Path, tmp_path: Path, reward_module: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_group_of_one_warns_and_goes_on(
+    policy_folder: Path, tmp_path: Path, reward_module: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run"
     assert run(small_config(policy_folder, out, f"{reward_module}:sevens", rollout__samples_per_prompt=1)) == 0
     assert capfd.readouterr().err.count("groups have one valid sample") == 1

@@ -31,7 +31,7 @@ EXTRAS = {
     "tasks": ("reasoning_gym", "math_verify"),
     "track": ("trackio",),
 }
-THREAD_VARIABLES = ("HALFBYTE_THREADS", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+THREAD_VARIABLES = ("HALFBYTE_THREADS", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def halfbyte_version() -> str:

@@ -1,8 +1,9 @@
 """How many threads, and what they do while they wait. Must run before torch is imported.
 
 torch's OpenMP threads spin at every barrier. On cores that several processes share (a trainer beside an engine, or
-anything else that is busy), they spin away the time of the thread they wait for. Here they give up their core almost at
-once (``bench/threads.py`` measures what that costs and saves). A waiting policy that the user has set is left alone.
+anything else that is busy), they spin away the time of the thread they wait for. Here they give up their core at once. On
+two cores that cost about 5% where nothing else ran, and saved a factor of ten and more where something did
+(``bench/threads.py`` measures it); a short spin was no better in either case. A waiting policy of the user's is left alone.
 
 How many, the first that is set: the argument (``--threads``, or ``train.threads`` of a configuration),
 ``HALFBYTE_THREADS``, ``OMP_NUM_THREADS``, the cores this process may use (affinity and container quota). The native
@@ -18,10 +19,10 @@ from pathlib import Path
 
 from halfbyte.errors import ConfigError
 
-__all__ = ["SPIN_COUNT", "apply", "usable_cores"]
+__all__ = ["apply", "usable_cores"]
 
-#: Turns of its waiting loop that a thread of GNU OpenMP makes before it sleeps.
-SPIN_COUNT = 100
+#: Variables by which a user says how threads wait: standard, GNU, and LLVM or Intel.
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _CGROUP = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -43,9 +44,8 @@ def apply(count: int | None = None, environ: MutableMapping[str, str] | None = N
         target["HALFBYTE_THREADS"] = target["OMP_NUM_THREADS"] = str(asked)
     elif not target.get("OMP_NUM_THREADS"):
         target["OMP_NUM_THREADS"] = str(usable_cores())
-    if "OMP_WAIT_POLICY" not in target and "GOMP_SPINCOUNT" not in target:
-        target["OMP_WAIT_POLICY"] = "PASSIVE"  # every OpenMP runtime
-        target["GOMP_SPINCOUNT"] = str(SPIN_COUNT)  # GNU's, which prefers it to the policy
+    if not any(name in target for name in WAITING):
+        target["OMP_WAIT_POLICY"] = "PASSIVE"
     if environ is None and asked is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(asked)  # too late for the variables
 

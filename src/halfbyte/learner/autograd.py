@@ -86,7 +86,9 @@ class AutogradExecution:
         k, v = self._cached(k, f"{prefix}.k"), self._cached(v, f"{prefix}.v")
         q, k, v = (self._grid(x) for x in (q, k, v))
         # right padding: a causal mask alone keeps it from every real query
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.arch.n_heads != self.arch.n_kv_heads)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.arch.n_heads != self.arch.n_kv_heads
+        )
         return out.transpose(1, 2).reshape(-1, self.arch.n_heads * self.arch.head_dim).index_select(0, self._cell)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:

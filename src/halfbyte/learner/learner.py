@@ -6,9 +6,9 @@ in micro-batches whose size changes nothing but memory.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -161,20 +161,20 @@ class Learner:
         return StepResult(metrics, changed=True, warnings=notes)
 
     def _optimise(self, plan: _Plan, step: int) -> dict[str, float]:
-        factor = rate_factor(
-            self.config.schedule, step, warmup=self.config.warmup_steps, total=self.total_steps
-        )
+        factor = rate_factor(self.config.schedule, step, warmup=self.config.warmup_steps, total=self.total_steps)
         metrics = dict(plan.metrics)
         statistics, norms, first = [], [], []
         order = np.random.Generator(np.random.Philox(key=[self.seed, step]))
         for epoch in range(self.config.epochs):
-            members = np.arange(len(plan.samples)) if self.config.minibatches == 1 else order.permutation(len(plan.samples))
+            members = (
+                np.arange(len(plan.samples)) if self.config.minibatches == 1 else order.permutation(len(plan.samples))
+            )
             for chunk in np.array_split(members, min(self.config.minibatches, len(members))):
                 share = len(members) / len(chunk)
                 for indices in self._indices([plan.samples[i] for i in chunk]):
                     part = [int(chunk[i]) for i in indices]
                     loss, stats, scored = self._loss(plan, part)
-                    (loss * share).backward()  # type: ignore[no-untyped-call]
+                    (loss * share).backward()
                     statistics.append(stats)
                     if epoch == 0:
                         first.append(scored)
@@ -189,8 +189,12 @@ class Learner:
         return metrics
 
     def _loss(self, plan: _Plan, part: list[int]) -> tuple[Tensor, objective.Statistics, tuple[Tensor, ...]]:
-        batch = collate([plan.samples[i] for i in part], packing=self.config.packing, replay_routes=self.config.router_replay)
-        logp, entropy = self._forward(batch, self.parameters, with_entropy_gradient=bool(self._settings.entropy_coefficient))
+        batch = collate(
+            [plan.samples[i] for i in part], packing=self.config.packing, replay_routes=self.config.router_replay
+        )
+        logp, entropy = self._forward(
+            batch, self.parameters, with_entropy_gradient=bool(self._settings.entropy_coefficient)
+        )
         rows = torch.cat([plan.rows[i] for i in part])
         tokens = objective.LossInput(
             logp=logp,
@@ -206,7 +210,14 @@ class Learner:
         )
         result = objective.policy_loss(tokens, self._settings)
         statistics = result.metrics | {"entropy/mean": objective.mean_of(entropy[batch.mask])}
-        scored = (logp.detach(), batch.rollout_logprobs, batch.mask, plan.sequence[rows], batch.versions, entropy.detach())
+        scored = (
+            logp.detach(),
+            batch.rollout_logprobs,
+            batch.mask,
+            plan.sequence[rows],
+            batch.versions,
+            entropy.detach(),
+        )
         return result.loss, statistics, scored
 
     def _forward(
@@ -324,5 +335,5 @@ class _Plan:
             method,
             max_tokens=learner.max_response_tokens if method == "constant" else None,
         )
-        rows = [torch.arange(int(a), int(b)) for a, b in zip(starts[:-1], starts[1:])]
+        rows = [torch.arange(a, b) for a, b in pairwise(starts.tolist())]
         return cls(samples, rows, per_token, counted, sequence, scale, old_logp, weights, reference_logp, metrics)

@@ -50,7 +50,9 @@ class Optimiser:
         norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
         if norm != norm or norm == float("inf"):
             bad = next((n for n, g in gradients.items() if not bool(torch.isfinite(g).all())), "the norm itself")
-            raise NumericsError("the gradient is not finite", where=bad, fix="lower the learning rate or look at the gap")
+            raise NumericsError(
+                "the gradient is not finite", where=bad, fix="lower the learning rate or look at the gap"
+            )
         scale = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
         for name, master in self.masters.items():
             gradient = gradients.get(name)

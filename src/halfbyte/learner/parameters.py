@@ -97,9 +97,13 @@ class Parameters:
         spec = self.precision.weight_spec
         if kind == "fp32":
             return published
-        inputs = [published.shape[-1]] if published.dim() == 2 else [self.arch.hidden_size, self.arch.moe_intermediate_size]
+        inputs = (
+            [published.shape[-1]] if published.dim() == 2 else [self.arch.hidden_size, self.arch.moe_intermediate_size]
+        )
         if kind == "bf16" or any(k % spec.block for k in inputs):  # the rollout falls back to BF16 in the same way
             return published.bfloat16().float()
         if published.dim() == 3:  # experts: one global scale an expert
-            return torch.stack([self.kernels.fake_quantise(w, spec, name=f"{name}[{i}]") for i, w in enumerate(published)])
+            return torch.stack(
+                [self.kernels.fake_quantise(w, spec, name=f"{name}[{i}]") for i, w in enumerate(published)]
+            )
         return self.kernels.fake_quantise(published.contiguous(), spec, name=name)

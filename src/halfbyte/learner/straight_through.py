@@ -15,12 +15,12 @@ __all__ = ["fake_quantise", "round_bf16"]
 
 def fake_quantise(kernels: Kernels, x: Tensor, spec: QuantSpec, name: str) -> Tensor:
     """``x`` [..., K] float32 as the rollout's quantiser would see it, dequantised; dy/dx = 1."""
-    return cast(Tensor, _FakeQuantise.apply(x, spec, kernels, name))
+    return cast(Tensor, _FakeQuantise.apply(x, spec, kernels, name))  # type: ignore[no-untyped-call]
 
 
 def round_bf16(x: Tensor) -> Tensor:
     """``x`` rounded to BF16 and back to float32; dy/dx = 1."""
-    return cast(Tensor, _RoundBf16.apply(x))
+    return cast(Tensor, _RoundBf16.apply(x))  # type: ignore[no-untyped-call]
 
 
 class _FakeQuantise(torch.autograd.Function):
@@ -29,7 +29,7 @@ class _FakeQuantise(torch.autograd.Function):
         return kernels.fake_quantise(x.detach().contiguous(), spec, name=name)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, None, None
 
 
@@ -39,5 +39,5 @@ class _RoundBf16(torch.autograd.Function):
         return x.bfloat16().float()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad

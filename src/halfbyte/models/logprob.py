@@ -40,7 +40,7 @@ def token_logprobs(
     Raises:
         NumericsError: a logit is not finite.
     """
-    return cast(Tensor, _TokenLogProbs.apply(logits, ids, temperature, supports, kernels))
+    return cast(Tensor, _TokenLogProbs.apply(logits, ids, temperature, supports, kernels))  # type: ignore[no-untyped-call]
 
 
 def positive_temperature(temperature: Tensor) -> Tensor:
@@ -51,14 +51,19 @@ def positive_temperature(temperature: Tensor) -> Tensor:
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, ids: Tensor, temperature: Tensor, supports: Sequence[Tensor | None] | None, kernels: Kernels
+        ctx: Any,
+        logits: Tensor,
+        ids: Tensor,
+        temperature: Tensor,
+        supports: Sequence[Tensor | None] | None,
+        kernels: Kernels,
     ) -> Tensor:
         ctx.save_for_backward(logits, ids, temperature)
         ctx.supports = supports
         return kernels.token_logprobs(logits.detach(), ids, temperature, supports)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, ids, temperature = ctx.saved_tensors
         scale = positive_temperature(temperature)
         scaled = logits / scale[:, None]

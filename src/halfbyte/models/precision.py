@@ -39,9 +39,7 @@ class Sites:
 
 @dataclass(frozen=True)
 class Precision:
-    """Kinds by phase and site, the KV cache's kind, and the quantisation specs.
-
-    """
+    """Kinds by phase and site, the KV cache's kind, and the quantisation specs."""
 
     name: str
     prefill: Sites
@@ -85,9 +83,7 @@ class Precision:
 
 
 def _preset(name: str, sites: Sites, kv: KvKind) -> Precision:
-    return Precision(
-        name, sites, sites, kv, get_spec("halfbyte"), get_spec("halfbyte_token"), get_spec("halfbyte_kv")
-    )
+    return Precision(name, sites, sites, kv, get_spec("halfbyte"), get_spec("halfbyte_token"), get_spec("halfbyte_kv"))
 
 
 PRESETS: dict[str, Precision] = {
@@ -113,7 +109,9 @@ def precision_from(value: str | dict[str, Any] | Precision) -> Precision:
         return value
     if isinstance(value, str):
         if value not in PRESETS:
-            raise ConfigError(f"unknown precision {value!r}", where="precision", expected=f"one of {', '.join(PRESETS)}")
+            raise ConfigError(
+                f"unknown precision {value!r}", where="precision", expected=f"one of {', '.join(PRESETS)}"
+            )
         return PRESETS[value]
     settings = dict(value)
     base = precision_from(str(settings.pop("preset", "bf16")))
@@ -136,7 +134,9 @@ def precision_from(value: str | dict[str, Any] | Precision) -> Precision:
     if "kv" in settings:
         changes["kv"] = settings.pop("kv")
         if changes["kv"] not in get_args(KvKind):
-            raise ConfigError(f"unknown KV kind {changes['kv']!r}", where="precision.kv", expected=str(get_args(KvKind)))
+            raise ConfigError(
+                f"unknown KV kind {changes['kv']!r}", where="precision.kv", expected=str(get_args(KvKind))
+            )
     for key in ("weight_spec", "activation_spec", "kv_spec"):
         if key in settings:
             changes[key] = get_spec(settings.pop(key))

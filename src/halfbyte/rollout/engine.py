@@ -110,7 +110,9 @@ class Engine:
             ConfigError: the version does not grow.
         """
         if version <= self.version:
-            raise ConfigError(f"weight version {version} after {self.version}", where="load_weights", expected="a larger version")
+            raise ConfigError(
+                f"weight version {version} after {self.version}", where="load_weights", expected="a larger version"
+            )
         self.weights = self._pack(tensors, version)
         self.scheduler.preempt_all()
 
@@ -359,7 +361,11 @@ class Engine:
         last, length = sample.tokens[-1], len(sample.tokens) - sample.prompt_length
         if last in sample.stop_ids:
             sample.finish = "eos" if last in self.arch.eos_ids else "stop"
-        elif sampling.stop and self.detokeniser is not None and find_stop(self.detokeniser, sample.tokens, length, sampling.stop):
+        elif (
+            sampling.stop
+            and self.detokeniser is not None
+            and find_stop(self.detokeniser, sample.tokens, length, sampling.stop)
+        ):
             sample.finish = "stop"
         elif length >= sampling.max_tokens:
             sample.finish = "length"

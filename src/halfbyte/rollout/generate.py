@@ -28,7 +28,9 @@ def read_prompts(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the prompts cannot be read: {error}", where=str(path), expected="JSON lines in UTF-8") from error
+        raise DataError(
+            f"the prompts cannot be read: {error}", where=str(path), expected="JSON lines in UTF-8"
+        ) from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -86,7 +88,13 @@ def generate_file(
     )
     checkpoint, tokenizer = open_model(model)
     requests = [
-        Request(_encode(tokenizer, row), sampling, n=n, key=request_key("generate", json.dumps(row, sort_keys=True)), group=i)
+        Request(
+            _encode(tokenizer, row),
+            sampling,
+            n=n,
+            key=request_key("generate", json.dumps(row, sort_keys=True)),
+            group=i,
+        )
         for i, (_, row) in enumerate(rows)
     ]
     arch = checkpoint.architecture

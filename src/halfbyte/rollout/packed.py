@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import NumericsError
-from halfbyte.kernels import Kernels
+from halfbyte.kernels import Kernels, PackedLinear
 from halfbyte.models.architecture import site_of
 from halfbyte.models.routing import route
 from halfbyte.rollout.pages import PagePool
@@ -69,7 +69,9 @@ class PackedExecution:
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """RMSNorm over the last dimension."""
-        flat = self.kernels.rms_norm(x.reshape(-1, x.shape[-1]), self.weights.vectors[f"{name}.weight"], self.arch.norm_eps)
+        flat = self.kernels.rms_norm(
+            x.reshape(-1, x.shape[-1]), self.weights.vectors[f"{name}.weight"], self.arch.norm_eps
+        )
         return flat.view(x.shape)
 
     def linear(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
@@ -126,7 +128,7 @@ class PackedExecution:
                 )
         return out
 
-    def _phased(self, x: Tensor, weights: list, call: Callable) -> Tensor:  # type: ignore[type-arg]
+    def _phased(self, x: Tensor, weights: list[PackedLinear], call: Callable[[Tensor, PackedLinear], Tensor]) -> Tensor:
         if len(weights) == 1:
             return call(x, weights[0])
         assert self.batch.generated is not None

@@ -31,7 +31,9 @@ class PagePool:
         page_size: tokens a page, a multiple of 16 (the attention kernel's key block).
     """
 
-    def __init__(self, arch: Architecture, precision: Precision, kernels: Kernels, n_pages: int, page_size: int) -> None:
+    def __init__(
+        self, arch: Architecture, precision: Precision, kernels: Kernels, n_pages: int, page_size: int
+    ) -> None:
         if page_size < 16 or page_size % 16:
             raise ConfigError(
                 f"page_size {page_size}", where="rollout.page_size", expected="a positive multiple of 16 tokens"

@@ -29,7 +29,11 @@ def fused_groups(arch: Architecture) -> list[tuple[str, ...]]:
     for i in range(arch.n_layers):
         attn, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
         groups += [(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"), (f"{attn}.o_proj",)]
-        groups += [(f"{mlp}.gate",)] if arch.is_moe_layer(i) else [(f"{mlp}.gate_proj", f"{mlp}.up_proj"), (f"{mlp}.down_proj",)]
+        groups += (
+            [(f"{mlp}.gate",)]
+            if arch.is_moe_layer(i)
+            else [(f"{mlp}.gate_proj", f"{mlp}.up_proj"), (f"{mlp}.down_proj",)]
+        )
     return groups
 
 
@@ -92,7 +96,16 @@ class RolloutWeights:
         vectors = {k: v.float() for k, v in packer.params.items() if v.dim() == 1 and not k.endswith(".bias")}
         embedding = packer.params["model.embed_tokens.weight"]
         return cls(
-            arch, precision, version, packer.linears, packer.experts, vectors, embedding, cos, sin, tuple(packer.fallbacks)
+            arch,
+            precision,
+            version,
+            packer.linears,
+            packer.experts,
+            vectors,
+            embedding,
+            cos,
+            sin,
+            tuple(packer.fallbacks),
         )
 
 
@@ -114,7 +127,9 @@ class _Packer:
 
     def _weight(self, name: str) -> Tensor:
         if f"{name}.weight" not in self.params:
-            raise CheckpointError("a tensor is missing", where=f"{name}.weight", expected="every tensor of the architecture")
+            raise CheckpointError(
+                "a tensor is missing", where=f"{name}.weight", expected="every tensor of the architecture"
+            )
         return self.params[f"{name}.weight"]
 
     def _linear(self, key: tuple[str, ...], names: tuple[str, ...]) -> None:
@@ -163,7 +178,12 @@ class _Packer:
 def _concatenate(parts: list[QuantTensor]) -> QuantTensor:
     """Rows of several quantised weights as one, each row keeping its tensor's global scale."""
     rows = [p.shape[0] for p in parts]
-    scale = torch.cat([p.global_scale.reshape(-1).expand(n) if p.global_scale.numel() == 1 else p.global_scale for p, n in zip(parts, rows)])
+    scale = torch.cat(
+        [
+            p.global_scale.reshape(-1).expand(n) if p.global_scale.numel() == 1 else p.global_scale
+            for p, n in zip(parts, rows)
+        ]
+    )
     return QuantTensor(
         codes=torch.cat([p.codes for p in parts]),
         scales=torch.cat([p.scales for p in parts]),

@@ -75,12 +75,12 @@ def collect(
     requests = []
     for group, prompt in enumerate(prompts):
         ids = encode_prompt(tokenizer, prompt, max_prompt_tokens)
-        requests.append(Request(ids, sampling, n=samples, key=request_key(*key, prompt.id, seen[prompt.id]), group=group))
+        requests.append(
+            Request(ids, sampling, n=samples, key=request_key(*key, prompt.id, seen[prompt.id]), group=group)
+        )
         seen[prompt.id] += 1
     trajectories = engine.generate(requests)
-    live = [
-        _Live(prompts[t.group], environment.start(prompts[t.group]), t, requests[t.group]) for t in trajectories
-    ]
+    live = [_Live(prompts[t.group], environment.start(prompts[t.group]), t, requests[t.group]) for t in trajectories]
     finished = list(trajectories)
     place = {id(sample): i for i, sample in enumerate(live)}
     current = live

@@ -29,7 +29,14 @@ def evaluate(
     A sample whose scoring failed counts as wrong.
     """
     trajectories = collect(
-        engine, environment, tokenizer, prompts, sampling, samples=samples, key=("eval",), max_prompt_tokens=max_prompt_tokens
+        engine,
+        environment,
+        tokenizer,
+        prompts,
+        sampling,
+        samples=samples,
+        key=("eval",),
+        max_prompt_tokens=max_prompt_tokens,
     )
     correct: list[list[bool]] = [[] for _ in prompts]
     for t in trajectories:

@@ -26,7 +26,14 @@ from halfbyte.train.trainer import Trainer
 __all__ = ["run"]
 
 #: keys that may differ between a run and its resumption: they change no number
-FREE = ("train.out", "train.steps", "train.tracker", "train.checkpoint_every", "train.keep_checkpoints", "train.save_trajectories_every")
+FREE = (
+    "train.out",
+    "train.steps",
+    "train.tracker",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.save_trajectories_every",
+)
 
 
 def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int:
@@ -91,9 +98,7 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         kernels=kernels,
         version=progress.version,
     )
-    tracker = make_tracker(
-        config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json()
-    )
+    tracker = make_tracker(config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json())
     trainer = Trainer(config, folder, engine, learner, env, tokenizer, tracker, progress)
     with _graceful_stop(trainer):
         complete = trainer.run()

@@ -39,7 +39,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 def environment(seed: int) -> dict[str, Any]:
     """Versions, processor, kernels, threads, seed and git state: what a reader needs to repeat the run."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
@@ -63,7 +63,12 @@ def _git() -> str | None:
     folder = Path(__file__).resolve().parent
     try:
         done = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, timeout=5, check=False
+            ["git", "describe", "--always", "--dirty"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -51,6 +51,8 @@ def make_tracker(kind: str | None, *, project: str, name: str, config: Mapping[s
         module = importlib.import_module(kind)
     except ImportError as error:
         raise MissingExtraError(
-            f"{kind} is not installed", where="train.tracker", fix=f"pip install {kind} (or pip install 'halfbyte[track]')"
+            f"{kind} is not installed",
+            where="train.tracker",
+            fix=f"pip install {kind} (or pip install 'halfbyte[track]')",
         ) from error
     return Tracker(module, project=project, name=name, config=config)

@@ -164,9 +164,9 @@ class Trainer:
         return row
 
     def _evaluate(self) -> dict[str, float]:
-        for row in reversed(self.folder.rows()):  # a run killed after this evaluation has its row already
-            if row["kind"] == "eval" and row["step"] == self.progress.step:
-                return row
+        done = [r for r in self.folder.rows() if r["kind"] == "eval" and r["step"] == self.progress.step]
+        if done:  # a run killed after this evaluation has its row already
+            return dict(done[-1])
         config = self.config.eval
         sampling = SamplingParams(**{**asdict(self.sampling), "temperature": config.temperature})
         row = evaluate(

@@ -16,7 +16,14 @@ from torch import Tensor
 from halfbyte.errors import ShapeError
 from halfbyte.formats import QuantSpec, QuantTensor, quantise
 from halfbyte.kernels.reference.linear import RowStore, matrix_product, row_store, w4a4_product
-from halfbyte.kernels.weights import LinearKind, PackedExperts, check_kind, check_routing, experts_shape, row_global_scale
+from halfbyte.kernels.weights import (
+    LinearKind,
+    PackedExperts,
+    check_kind,
+    check_routing,
+    experts_shape,
+    row_global_scale,
+)
 
 __all__ = ["ExpertRows", "experts", "pack_experts"]
 
