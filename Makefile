@@ -21,17 +21,18 @@ help:
 # Two stamps: the demo needs the runtime only, everything else the development tools as well.
 $(VENV)/runtime.stamp: $(RECIPE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing halfbyte and what it needs into $(VENV) ..."
 	$(PIP) --editable .
 	touch $@
 
 $(VENV)/development.stamp: $(RECIPE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing halfbyte and the development tools into $(VENV) ..."
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/runtime.stamp
 
 demo: $(VENV)/runtime.stamp ## train the shipped policy with FP4 rollouts (replaces runs/demo)
-	rm -rf $(RUN)
-	$(BIN)/halfbyte train --config examples/demo.toml --out $(RUN)
+	$(BIN)/halfbyte train --config examples/demo.toml --out $(RUN) --overwrite
 
 test: $(VENV)/development.stamp ## the default tests
 	$(BIN)/python -m pytest
@@ -49,16 +50,15 @@ format: $(VENV)/development.stamp ## rewrite the sources in the house format
 	$(BIN)/ruff format
 
 docs: $(VENV)/development.stamp ## build the documentation into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/development.stamp ## run the benchmarks in bench/
 	for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-native: $(VENV)/development.stamp ## rebuild the native kernels in place, for work on cpp/
-	$(PIP) cmake ninja nanobind
-	$(BIN)/cmake -S . -B build/dev -G Ninja -DCMAKE_BUILD_TYPE=Release \
-	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python
-	$(BIN)/cmake --build build/dev --parallel
+native: $(VENV)/development.stamp ## build the native kernels again, incrementally, for work on cpp/
+	$(PIP) scikit-build-core nanobind cmake ninja
+	$(PIP) --no-build-isolation --no-deps --editable .
+	touch $(VENV)/runtime.stamp $(VENV)/development.stamp
 
 clean: ## remove the virtual environment and everything built
-	rm -rf $(VENV) build dist site
+	rm -rf $(VENV) build dist site src/halfbyte/kernels/*.so

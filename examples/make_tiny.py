@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--eval-precision", default="w4a4kv4")
     arguments = parser.parse_args()
 
+    torch.set_num_threads(1)  # sums depend on the number of threads; with one the result can be reproduced
     scratch = Path(tempfile.mkdtemp())
     write_tokenizer(scratch)
     tokenizer, env, kernels = HouseTokenizer.from_folder(scratch), make_env(arguments.env), active()
@@ -151,7 +152,7 @@ def main() -> None:
             accuracy = evaluate(engine, env, tokenizer, probes, SamplingParams(max_tokens=16), samples=2)[
                 "eval/accuracy"
             ]
-            print(f"step {step + 1}: loss {float(loss):.4f}, sampled accuracy {accuracy:.3f}", flush=True)
+            print(f"step {step + 1}: loss {loss.item():.4f}, sampled accuracy {accuracy:.3f}", flush=True)
             if accuracy >= arguments.stop:
                 break
     save_checkpoint(arguments.out, ARCHITECTURE, dict(parameters.published()), tokenizer_from=scratch, overwrite=True)

@@ -82,6 +82,8 @@ def test_check_refuses_parts_that_do_not_fit() -> None:
         {"codes": q.codes.to(torch.int8)}, {"scales": q.scales.float()}, {"global_scale": q.global_scale.double()},
         {"global_scale": -q.global_scale}, {"global_scale": q.global_scale * float("inf")},
         {"global_scale": q.global_scale * float("nan")}, {"global_scale": torch.tensor(0.0)},
+        {"global_scale": torch.tensor(2.0**120)},
+        {"global_scale": torch.tensor(1e-45), "spec": get_spec("compressed_tensors")},
     ]  # fmt: skip
     for change in bad_numbers:
         with pytest.raises(NumericsError, match="tensor"):

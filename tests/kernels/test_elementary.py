@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.kernels.reference.elementary import exp, log, round22
+from halfbyte.kernels.reference.elementary import exp, head22, log, round22
 from halfbyte.kernels.reference.sums import block_sums, lane_sum, running_sum
 
 
@@ -77,6 +77,16 @@ def test_round22_makes_products_with_the_grid_exact(bits: int) -> None:
     assert abs(r.item() - x.item()) <= max(abs(x.item()) * 2.0**-22, 2.0**-100)
     for grid in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0):
         assert (r * grid).item() == r.item() * grid  # the right side is exact float64
+
+
+@given(st.floats(2.0**-100, 2.0**100, width=32), st.booleans())
+def test_head22_makes_products_with_the_grid_exact(size: float, negative: bool) -> None:
+    x = torch.tensor([-size if negative else size])
+    head = head22(x)
+    assert torch.equal(head22(head), head)
+    assert abs(head.item() - x.item()) <= size * 2.0**-22
+    for grid in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0):
+        assert (head * grid).item() == head.item() * grid
 
 
 def literal_block_sums(values: list[float]) -> list[float]:

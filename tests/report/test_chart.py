@@ -30,6 +30,29 @@ def test_ticks_of_steps_are_whole_numbers() -> None:
     assert linear_axis(1, 3, 0, 1, ticks=6, whole=True).ticks == (1, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.9991, 1.0, ["0.9990", "0.9992", "0.9994", "0.9996", "0.9998", "1.0000"]),
+        (0.0, 1.0, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        (0.0, 3e-4, ["0", "1e-4", "2e-4", "3e-4"]),
+        (0.0, 20_000.0, ["0", "5000", "10k", "15k", "20k"]),
+        (0.0, 0.0, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+    ],
+)
+def test_neighbouring_ticks_read_differently(low: float, high: float, labels: list[str]) -> None:
+    assert linear_axis(low, high, 0.0, 100.0).labels() == labels
+
+
+def test_zeros_are_gaps_on_a_logarithmic_axis() -> None:
+    points = [(1.0, 1e-4), (2.0, 0.0), (3.0, 0.1), (4.0, 0.2), (5.0, 0.0)]
+    svg = line_chart("x", [Line(points)], logarithmic=True)
+    assert "log scale" in svg
+    assert svg.count("<circle") == 1
+    (path,) = re.findall(r'class="line c0" d="M([^"]*)"', svg)
+    assert path.count("L") == 1
+
+
 def test_a_logarithmic_axis_covers_whole_decades() -> None:
     axis = logarithmic_axis([3e-4, 0.0, 0.2], 100.0, 0.0)
     assert axis is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -15,7 +14,10 @@ __all__ = ["doctor"]
 
 
 def doctor(
-    model: Annotated[Path | None, Parameter(help="Model folder (config.json is enough) to cost.")] = None,
+    model: Annotated[
+        str | None,
+        Parameter(help="Model folder to cost (config.json is enough), or tiny for the policy in the package."),
+    ] = None,
     /,
     *,
     context: Annotated[int, Parameter(help="Tokens of KV cache to cost.")] = 4096,
@@ -24,6 +26,7 @@ def doctor(
     """Show processor, kernels, versions, threads and precisions; with a model folder, its memory at each precision."""
     from halfbyte.cli import machine
     from halfbyte.cli.footprint import footprint, open_architecture
+    from halfbyte.models.open_model import model_folder
 
     facts: dict[str, Any] = {
         "halfbyte": machine.halfbyte_version(),
@@ -35,8 +38,8 @@ def doctor(
         "precisions": machine.precisions(),
     }
     if model is not None:
-        facts["model"] = footprint(open_architecture(model), context)
-        facts["model"]["folder"] = str(model)
+        facts["model"] = footprint(open_architecture(model_folder(model)), context)
+        facts["model"]["folder"] = model
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
@@ -76,7 +79,7 @@ def _text(facts: Mapping[str, Any]) -> Iterator[str]:
 
 def _model(model: Mapping[str, Any]) -> Iterator[str]:
     yield f"model        {model['folder']}: {model['family']}, {model['parameters'] / 1e6:.1f}M weights"
-    yield f"  training   {_bytes(model['learner_bytes'])} for FP32 masters, gradients and two AdamW moments"
+    yield f"  training   {_bytes(model['learner_bytes'])} for FP32 masters, rounded weights, gradients and two AdamW moments"
     sites = [site for site, count in model["parameters_by_site"].items() if count]
     header = ("precision", "weights", *sites, "kv/token", f"kv {model['context']} tokens", "total")
     rows = [

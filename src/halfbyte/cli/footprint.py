@@ -28,6 +28,8 @@ from halfbyte.models.precision import PRESETS, Kind, Precision
 __all__ = ["footprint", "kv_bytes", "open_architecture", "weight_bytes"]
 
 PANEL = 16
+#: FP32 a weight: master, rounded copy, its gradient, two AdamW moments. Activations come on top.
+LEARNER_BYTES = 20
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def footprint(architecture: Architecture, context: int) -> dict[str, Any]:
         "family": architecture.family,
         "parameters": count,
         "parameters_by_site": dict(parameters_by_site(architecture)),
-        "learner_bytes": 16 * count,
+        "learner_bytes": LEARNER_BYTES * count,
         "context": context,
         "precisions": rows,
     }

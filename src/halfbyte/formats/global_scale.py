@@ -13,9 +13,18 @@ from halfbyte.errors import NumericsError, ShapeError
 from halfbyte.formats.grid import E2M1_MAX
 from halfbyte.formats.spec import GlobalConvention, QuantSpec
 
-__all__ = ["check_global", "fixed_global", "multiplier_pair", "power_of_two_at_least", "stored_global", "to_convention"]
+__all__ = [
+    "LARGEST_MULTIPLIER",
+    "check_global",
+    "fixed_global",
+    "multiplier_pair",
+    "power_of_two_at_least",
+    "stored_global",
+    "to_convention",
+]
 
 _LARGEST = torch.finfo(torch.float32).max
+LARGEST_MULTIPLIER = 2.0**116  # 2688 times it is finite
 
 
 def power_of_two_at_least(t: Tensor) -> Tensor:
@@ -69,7 +78,7 @@ def multiplier_pair(stored: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     if spec.global_convention == "multiplier":
         return stored, (1.0 / stored).clamp(max=_LARGEST)
     inverse = stored if spec.global_convention == "reciprocal" else (_top(spec) / stored).clamp(max=_LARGEST)
-    return 1.0 / inverse, inverse
+    return (1.0 / inverse).clamp(max=_LARGEST), inverse
 
 
 def to_convention(stored: Tensor, spec: QuantSpec, convention: GlobalConvention) -> tuple[Tensor, QuantSpec]:
@@ -101,7 +110,7 @@ def check_global(global_scale: Tensor, leading: tuple[int, ...], spec: QuantSpec
             expected="one value",
         )
     multiplier = multiplier_pair(g, spec)[0]
-    if not bool((torch.isfinite(g) & (g > 0) & (multiplier > 0) & (multiplier <= 2.0**116)).all()):
+    if not bool((torch.isfinite(g) & (g > 0) & (multiplier > 0) & (multiplier <= LARGEST_MULTIPLIER)).all()):
         raise NumericsError(
             f"the global scale of {name} is zero, negative, NaN or out of range",
             where=name,

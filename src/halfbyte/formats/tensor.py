@@ -107,7 +107,7 @@ def validate(q: QuantTensor, name: str = "tensor") -> QuantTensor:
     Raises:
         ShapeError: parts that do not fit the logical shape, or a shape that cuts a block.
         NumericsError: wrong dtypes; scales with the sign bit set; NaN scales; a global scale that is negative, not
-            finite, or zero although some value is not.
+            finite, above 2^116 as a multiplier, or zero although some value is not.
     """
     validate_parts(q.codes, q.scales, q.global_scale, q.spec, q.shape, name)
     return q

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import NumericsError, ShapeError
+from halfbyte.formats.global_scale import LARGEST_MULTIPLIER, multiplier_pair
 from halfbyte.formats.spec import QuantSpec
 
 __all__ = ["validate_parts"]
@@ -63,9 +64,12 @@ def validate_parts(
             name,
             f"one scale for each tile of {spec.scale_rows} rows",
         )
-    if bool((~torch.isfinite(global_scale) | (global_scale < 0)).any()):
+    sound = torch.isfinite(global_scale) & (global_scale >= 0)
+    if not bool((sound & (multiplier_pair(global_scale, spec)[0] <= LARGEST_MULTIPLIER)).all()):
         raise NumericsError(
-            f"{name}: the global scale is negative, NaN or infinite", where=name, expected="a positive finite number"
+            f"{name}: the global scale is negative, NaN or out of range",
+            where=name,
+            expected="a positive finite number",
         )
     silent = ~((codes & 0x77) != 0).any(-1)
     if bool(((global_scale == 0) & ~(silent if global_scale.ndim else silent.all())).any()):

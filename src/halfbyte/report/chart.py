@@ -84,7 +84,7 @@ def line_chart(
     Arguments:
         label: what a reader who cannot see the chart is told.
         y_range: a range that must be visible (such as 0 to 1 for accuracies).
-        logarithmic: over decades where the values span a factor 20; values that are not positive are then left out.
+        logarithmic: over decades where the values span a factor 20; values that are not positive are then gaps.
     """
     lines = [Line(thin(line.points), line.colour, line.faint) for line in lines if line.points]
     bands = [Band(thin(band.lower), thin(band.upper), band.colour) for band in bands]
@@ -102,13 +102,15 @@ def line_chart(
         outline = [*band.upper, *reversed(band.lower)]
         parts.append(f'<path class="fill c{band.colour}" d="M{_path(outline, x, y)}Z"/>')
     for line in lines:
-        visible = [p for p in line.points if not y.logarithmic or p[1] > 0]
-        if len(visible) == 1:
-            (px, py) = visible[0]
-            parts.append(f'<circle class="dot c{line.colour}" cx="{x.pixel(px):.1f}" cy="{y.pixel(py):.1f}" r="2.5"/>')
-        elif visible:
-            kind = "line faint" if line.faint else "line"
-            parts.append(f'<path class="{kind} c{line.colour}" d="M{_path(visible, x, y)}"/>')
+        kind = "line faint" if line.faint else "line"
+        for run in _runs(line.points, positive=y.logarithmic):
+            if len(run) == 1:
+                (px, py) = run[0]
+                parts.append(
+                    f'<circle class="dot c{line.colour}" cx="{x.pixel(px):.1f}" cy="{y.pixel(py):.1f}" r="2.5"/>'
+                )
+            else:
+                parts.append(f'<path class="{kind} c{line.colour}" d="M{_path(run, x, y)}"/>')
     parts += [_measurement(p, x, y) for p in points]
     return _svg(label, parts)
 
@@ -133,6 +135,19 @@ def stacked_chart(label: str, series: Sequence[Points]) -> str:
     return _svg(label, parts)
 
 
+def _runs(points: Points, *, positive: bool) -> list[list[tuple[float, float]]]:
+    """The points as one run, or, where only positive values can be drawn, cut at the others."""
+    if not positive:
+        return [list(points)]
+    runs: list[list[tuple[float, float]]] = [[]]
+    for point in points:
+        if point[1] > 0:
+            runs[-1].append(point)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
 def _steps_axis(xs: Sequence[float]) -> Axis:
     low, high = min(xs), max(xs)
     axis = linear_axis(low, high, LEFT, WIDTH - RIGHT, ticks=6, whole=True)
@@ -143,10 +158,10 @@ def _steps_axis(xs: Sequence[float]) -> Axis:
 
 def _frame(x: Axis, y: Axis) -> str:
     parts = []
-    for tick in y.ticks:
+    for tick, label in zip(y.ticks, y.labels()):
         at = y.pixel(tick)
         parts.append(f'<path class="grid" d="M{LEFT},{at:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
     bottom = HEIGHT - BOTTOM
     for tick in x.ticks:
         parts.append(

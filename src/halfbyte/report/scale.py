@@ -27,6 +27,15 @@ class Axis:
     ticks: tuple[float, ...]
     logarithmic: bool = False
 
+    def labels(self) -> list[str]:
+        """The ticks as text, with as many decimals as tell neighbours apart."""
+        largest = max(map(abs, self.ticks))
+        if self.logarithmic or len(self.ticks) < 2 or not 1e-3 <= largest < 1e4:
+            return [number(tick) for tick in self.ticks]
+        step = self.ticks[1] - self.ticks[0]
+        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+        return [f"{tick:.{decimals}f}" for tick in self.ticks]
+
     def pixel(self, value: float) -> float:
         """Where a value lies; values outside are moved to the nearer end."""
         position = math.log10(max(value, 1e-300)) if self.logarithmic else value
@@ -42,8 +51,8 @@ def linear_axis(low: float, high: float, start: float, end: float, *, ticks: int
         whole: ticks at integers only.
     """
     if high - low <= 1e-12 * max(abs(high), abs(low)):
-        pad = abs(high) * 0.1 or 1.0
-        low, high = low - pad, high + pad
+        pad = abs(high) * 0.1
+        low, high = (low - pad, high + pad) if pad else (0.0, 1.0)
     step = _round_step((high - low) / ticks)
     if whole:
         step = max(1.0, step)
