@@ -72,7 +72,7 @@ int64_t run_experts(Isa isa, const Panels& gate_up, const Panels& down, const Ru
     const Scratch both_memory(pairs * 2 * width * 4), middle_memory(pairs * width * 4), parts_memory(pairs * hidden * 4);
     float *both = both_memory.as<float>(), *middle = middle_memory.as<float>(), *parts = parts_memory.as<float>();
     grouped(gate_up, routes, input, true, both);
-    const NormTable& norm = norm_table(std::min(isa, Isa::avx512));
+    const NormTable& norm = norm_table(isa);
     parallel_for(pairs, std::max<int64_t>(1, (1 << 14) / width), [&](int64_t begin, int64_t end) {
         norm.swiglu(both + begin * 2 * width, end - begin, width, middle + begin * width);
     });
@@ -104,7 +104,7 @@ void register_experts(nb::module_& m) {
           [](int isa, const Panels& gate_up, const Panels& down, const Rule* rule, int64_t experts, uintptr_t x, uintptr_t ids,
              uintptr_t gates, int64_t tokens, int64_t k, uintptr_t out) {
               nb::gil_scoped_release free;
-              return run_experts(usable_matrix_isa(isa), gate_up, down, rule, experts, at<const float>(x), at<const int32_t>(ids),
+              return run_experts(usable_isa(isa), gate_up, down, rule, experts, at<const float>(x), at<const int32_t>(ids),
                                  at<const float>(gates), tokens, k, at<float>(out));
           },
           nb::arg("isa"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rule").none(), nb::arg("experts"), nb::arg("x"),

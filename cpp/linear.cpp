@@ -86,7 +86,6 @@ void unpack_codes(const uint8_t* codes, const uint8_t* scales, int64_t n, int64_
 
 const LinearTable& linear_table(Isa isa) {
 #ifdef HALFBYTE_X86
-    if (isa == Isa::amx) return linear_amx;
     if (isa == Isa::avx512) return linear_avx512;
     if (isa == Isa::avx2) return linear_avx2;
 #endif
@@ -166,13 +165,13 @@ void register_linear(nb::module_& m) {
         .def("expert", &Panels::expert, nb::arg("index"), "The view of one matrix of a stack.");
     m.def("linear", [](int isa, const Panels& w, const Rule* rule, uintptr_t x, int64_t rows, uintptr_t out) {
         nb::gil_scoped_release free;
-        const Isa set = usable_matrix_isa(isa);
+        const Isa set = usable_isa(isa);
         return linear(set, w, PreparedRows(set, w.kind, rule, at<const float>(x), rows, w.k), rows, at<float>(out));
     }, nb::arg("isa"), nb::arg("w"), nb::arg("rule").none(), nb::arg("x"), nb::arg("rows"), nb::arg("out"));
     m.def("linear_codes",
           [](int isa, const Panels& w, uintptr_t codes, uintptr_t scales, uintptr_t global, int64_t rows, uintptr_t out) {
               nb::gil_scoped_release free;
-              const Isa set = usable_matrix_isa(isa);
+              const Isa set = usable_isa(isa);
               const PreparedRows x(set, w.format, at<const uint8_t>(codes), at<const uint8_t>(scales), at<const float>(global), rows, w.k);
               return linear(set, w, x, rows, at<float>(out));
           });

@@ -11,15 +11,15 @@
 
 namespace halfbyte {
 
-// Quantised rows in the form the w4a4 product reads: per block, the doubled codes (int8), -12 times their sum (int32: weight
-// codes are stored with 12 added, so that they are unsigned) and the block scale (float32).
+// Quantised rows in the form the w4a4 product of one instruction set reads: per block, the doubled codes (int8), then a start for
+// the integer sum (weight codes enter with 12 added, so that they are unsigned) and the block scale, as that set likes them.
 struct ActivationRows {
     const uint8_t* data;
     int64_t stride;       // bytes from row to row
     const float* global;  // multiplier of each row
 };
 
-constexpr int64_t activation_block_bytes(int64_t block) { return block + 8; }
+constexpr int64_t activation_block_bytes(int64_t block) { return block + 16; }
 
 // Which input rows a product reads and where its output rows go: entries [first, first + count) of two lists; a null list is
 // 0, 1, 2, ...
@@ -47,7 +47,6 @@ extern const LinearTable linear_generic;
 #ifdef HALFBYTE_X86
 extern const LinearTable linear_avx2;
 extern const LinearTable linear_avx512;
-extern const LinearTable linear_amx;
 #endif
 
 const LinearTable& linear_table(Isa isa);

@@ -78,7 +78,7 @@ void w4a4(const Panels& w, int64_t first, int64_t last, const ActivationRows& x,
 
 }  // namespace
 
-const LinearTable linear_avx2{w4a4, isa_avx2::dense, isa_avx2::expand, isa_avx2::round_bf16};
+const LinearTable linear_avx2{w4a4, isa_avx2::dense, isa_avx2::expand<isa_avx2::PlainBlock>, isa_avx2::round_bf16};
 
 }  // namespace halfbyte
 #endif

@@ -3,6 +3,6 @@
 
 namespace halfbyte {
 
-const LinearTable linear_generic{isa_generic::w4a4_lanes, isa_generic::dense, isa_generic::expand, isa_generic::round_bf16};
+const LinearTable linear_generic{isa_generic::w4a4_lanes, isa_generic::dense, isa_generic::expand<isa_generic::PlainBlock>, isa_generic::round_bf16};
 
 }  // namespace halfbyte

@@ -36,15 +36,23 @@ void bf16_tile(const Panels& w, int64_t panel, const float* const* x, float* con
     const uint8_t* base[P];
     for (int p = 0; p < P; ++p) base[p] = static_cast<const uint8_t*>(w.dense) + (panel + p) * w.dense_panel_bytes();
     F16 acc[R][P] = {};
-    for (int64_t k = 0; k < w.k; k += 2) {
-        const bool pair = k + 1 < w.k;
+    for (int64_t k = 0; k + 1 < w.k; k += 2) {
+        F16 even[P], odd[P];
         for (int p = 0; p < P; ++p) {
             const U16 both = load<U16>(base[p] + k * 32);
-            const F16 even = bits<F16>(both << 16), odd = bits<F16>(both & 0xFFFF0000u);
-            for (int r = 0; r < R; ++r) {
-                acc[r][p] = multiply_add(splat(x[r][k]), even, acc[r][p]);
-                if (pair) acc[r][p] = multiply_add(splat(x[r][k + 1]), odd, acc[r][p]);
-            }
+            even[p] = bits<F16>(both << 16);
+            odd[p] = bits<F16>(both & 0xFFFF0000u);
+        }
+        for (int r = 0; r < R; ++r) {
+            const F16 first = splat(x[r][k]), second = splat(x[r][k + 1]);
+            for (int p = 0; p < P; ++p) acc[r][p] = multiply_add(first, even[p], acc[r][p]);
+            for (int p = 0; p < P; ++p) acc[r][p] = multiply_add(second, odd[p], acc[r][p]);
+        }
+    }
+    if (w.k % 2 != 0) {
+        for (int p = 0; p < P; ++p) {
+            const F16 last = bits<F16>(load<U16>(base[p] + (w.k - 1) * 32) << 16);
+            for (int r = 0; r < R; ++r) acc[r][p] = multiply_add(splat(x[r][w.k - 1]), last, acc[r][p]);
         }
     }
     for (int r = 0; r < R; ++r)
@@ -235,7 +243,16 @@ inline void w4a4_lanes(const Panels& w, int64_t first, int64_t last, const Activ
     }
 }
 
-inline void expand(Format format, const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t k, uint8_t* out) {
+// What follows the codes of a block: start and scale.
+struct PlainBlock {
+    static HALFBYTE_INLINE void finish(Format, int32_t start, float scale, uint8_t* out) {
+        std::memcpy(out, &start, 4);
+        std::memcpy(out + 4, &scale, 4);
+    }
+};
+
+template <class Block>
+void expand(Format format, const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t k, uint8_t* out) {
     static const int8_t doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     const int64_t block = format == Format::nvfp4 ? 16 : 32;
     for (int64_t b = 0; b < rows * (k / block); ++b) {
@@ -258,10 +275,8 @@ inline void expand(Format format, const uint8_t* codes, const uint8_t* scales, i
             sum += v;
         }
 #endif
-        const int32_t start = -12 * sum;
         const float scale = format == Format::nvfp4 ? scalar::decode_e4m3(scales[b]) : scalar::decode_e8m0(scales[b]);
-        std::memcpy(out + block, &start, 4);
-        std::memcpy(out + block + 4, &scale, 4);
+        Block::finish(format, -12 * sum, scale, out + block);
         out += activation_block_bytes(block);
     }
 }

@@ -96,7 +96,7 @@ T* at(uintptr_t address) {
 
 const QuantiseTable& quantise_table(Isa isa) {
 #ifdef HALFBYTE_X86
-    if (isa >= Isa::avx512) return quantise_avx512;
+    if (isa == Isa::avx512) return quantise_avx512;
     if (isa == Isa::avx2) return quantise_avx2;
 #endif
     (void)isa;

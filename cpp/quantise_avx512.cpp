@@ -101,11 +101,12 @@ HALFBYTE_INLINE __m256i encode_blocks(const __m512* u) {
 
 // Up to 16 blocks. With a power-of-two global scale the divisor s has four significant bits: the quotient comes from the rounded
 // reciprocal and one correction by the exact remainder (Markstein 1990), which is the rounded quotient. Any other s is divided by.
-template <bool Bf16, bool Reciprocal>
-HALFBYTE_INLINE void usual_blocks(const void* x, int64_t first, int64_t count, __m512 global, uint8_t* codes, uint8_t* scales) {
+template <bool Bf16, bool Reciprocal, bool Whole>
+HALFBYTE_INLINE void usual_blocks(const void* x, int64_t first, int64_t some_count, __m512 global, uint8_t* codes, uint8_t* scales) {
+    const int64_t count = Whole ? 16 : some_count;
     alignas(64) float divisor[16], reciprocal[16];
     __m512 amax;
-    if (count == 16) {
+    if constexpr (Whole) {
         __m512 v[16];
         for (int j = 0; j < 16; ++j) v[j] = absolute(load_values<Bf16>(x, (first + j) * 16));
         amax = largest_of_each(v);
@@ -130,7 +131,7 @@ HALFBYTE_INLINE void usual_blocks(const void* x, int64_t first, int64_t count, _
     for (int64_t j = 0; j < count; j += 4) {
         __m512 u[4];
         for (int64_t i = 0; i < 4; ++i) {
-            const bool inside = j + i < count;
+            const bool inside = Whole || j + i < count;
             const __m512 v = inside ? load_values<Bf16>(x, (first + j + i) * 16) : _mm512_setzero_ps();
             const __m512 d = _mm512_set1_ps(inside ? divisor[j + i] : 1.0f);
             if constexpr (Reciprocal) {
@@ -143,9 +144,11 @@ HALFBYTE_INLINE void usual_blocks(const void* x, int64_t first, int64_t count, _
             }
         }
         const __m256i packed = encode_blocks(u);
-        const int64_t bytes = count - j < 4 ? (count - j) * 8 : 32;
-        const __mmask32 kept = bytes == 32 ? 0xFFFFFFFFu : (1u << bytes) - 1u;
-        _mm256_mask_storeu_epi8(codes + (first + j) * 8, kept, packed);
+        if (Whole || count - j >= 4) {
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + (first + j) * 8), packed);
+        } else {
+            _mm256_mask_storeu_epi8(codes + (first + j) * 8, (1u << (count - j) * 8) - 1u, packed);
+        }
     }
 }
 
@@ -154,8 +157,8 @@ void usual_row(const void* x, int64_t k, float global, uint8_t* codes, uint8_t* 
     const __m512 g = _mm512_set1_ps(global);
     const int64_t blocks = k / 16;
     int64_t b = 0;
-    for (; b + 16 <= blocks; b += 16) usual_blocks<Bf16, Reciprocal>(x, b, 16, g, codes, scales);
-    if (b < blocks) usual_blocks<Bf16, Reciprocal>(x, b, blocks - b, g, codes, scales);
+    for (; b + 16 <= blocks; b += 16) usual_blocks<Bf16, Reciprocal, true>(x, b, 16, g, codes, scales);
+    if (b < blocks) usual_blocks<Bf16, Reciprocal, false>(x, b, blocks - b, g, codes, scales);
 }
 
 void usual_row_any(const void* x, bool bf16, int64_t k, float global, uint8_t* codes, uint8_t* scales) {

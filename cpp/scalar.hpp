@@ -31,13 +31,22 @@ static inline uint8_t encode_e4m3(float a) {
     return static_cast<uint8_t>(((b + 0x7FFFFu + ((b >> 20) & 1u)) >> 20) - (120u << 3));
 }
 
-static inline float decode_e4m3(uint8_t byte) {
-    const uint32_t b = byte & 0x7Fu;
-    const float a = b == 0x7Fu ? from_bits(0x7FC00000u)
-                    : b < 8u   ? static_cast<float>(b) * 0.001953125f
-                               : from_bits((b << 20) + (120u << 23));
-    return byte & 0x80u ? -a : a;
-}
+struct E4m3Table {
+    float value[256];
+    constexpr E4m3Table() : value{} {
+        for (int i = 0; i < 256; ++i) {
+            const int exponent = i >> 3 & 15, mantissa = i & 7;
+            float a = exponent == 0 ? static_cast<float>(mantissa) : static_cast<float>(8 + mantissa);
+            for (int e = exponent == 0 ? 1 : exponent; e < 10; ++e) a *= 0.5f;  // (8 + m) / 8 * 2^(e - 7) = (8 + m) * 2^(e - 10)
+            for (int e = 10; e < exponent; ++e) a *= 2.0f;
+            if ((i & 127) == 127) a = __builtin_nanf("");
+            value[i] = i & 128 ? -a : a;
+        }
+    }
+};
+static constexpr E4m3Table kE4m3{};
+
+static inline float decode_e4m3(uint8_t byte) { return kE4m3.value[byte]; }
 
 static inline float decode_e8m0(uint8_t byte) {
     return from_bits(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : static_cast<uint32_t>(byte) << 23);

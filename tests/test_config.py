@@ -366,9 +366,9 @@ def test_keys_of_an_older_run_are_reported() -> None:
 
 def test_assignment_is_checked_too() -> None:
     learner = LearnerConfig()
-    learner.publish_dtype = "float32"
-    with pytest.raises(ValueError, match="publish_dtype"):
-        learner.publish_dtype = "float16"  # type: ignore[assignment]
+    learner.schedule = "constant"
+    with pytest.raises(ValueError, match="schedule"):
+        learner.schedule = "stepwise"  # type: ignore[assignment]
     with pytest.raises(ValueError, match="lrr"):
         LearnerConfig(lrr=1)  # type: ignore[call-arg]
 

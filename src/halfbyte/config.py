@@ -121,9 +121,9 @@ class LearnerConfig(Section):
         schedule: after the warm-up: linear to 0, cosine to 0, or constant.
         clip_norm: bound on the global gradient norm; None for none.
         epochs, minibatches: passes over a rollout, and updates a pass.
-        max_tokens_per_microbatch: bounds memory; changes no number.
+        activation_memory_mb: the micro-batch is as large as activations of this many MiB allow.
+        max_tokens_per_microbatch: sets its size in tokens instead.
         router_replay: use the rollout's expert choices.
-        publish_dtype: type of the weights handed to the rollout.
     """
 
     execution: Literal["emulated"] = "emulated"
@@ -137,11 +137,11 @@ class LearnerConfig(Section):
     clip_norm: Positive | None = 1.0
     epochs: Count = 1
     minibatches: Count = 1
-    max_tokens_per_microbatch: Count = 16384
+    activation_memory_mb: Positive = 1024.0
+    max_tokens_per_microbatch: Count | None = None
     packing: bool = True
     activation_checkpointing: bool = False
     router_replay: bool = True
-    publish_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     @field_validator("precision")
     @classmethod

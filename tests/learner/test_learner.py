@@ -48,13 +48,7 @@ def learner(
     objective: dict[str, object] | None = None,
     **config: object,
 ) -> Learner:
-    exact = precision == "fp32"
-    settings = {
-        "schedule": "constant",
-        "warmup_steps": 0,
-        "publish_dtype": "float32" if exact else "bfloat16",
-        **config,
-    }
+    settings = {"schedule": "constant", "warmup_steps": 0, **config}
     return Learner(
         checkpoint.architecture,
         checkpoint.tensors,

@@ -20,7 +20,7 @@ def sevens(*, response, **_):
 
 
 def sometimes_broken(*, prompt, response, **_):
-    if "3" in response:
+    if any(c in response for c in "0123"):
         raise RuntimeError("the judge is down")
     if "4" in response:
         return float("nan")

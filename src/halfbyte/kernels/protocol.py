@@ -27,7 +27,7 @@ class Kernels(Protocol):
 
     @property
     def name(self) -> str:
-        """``reference``, or the instruction set of the native kernels (``generic``, ``avx2``, ``avx512``, ``amx``)."""
+        """``reference``, or the instruction set of the native kernels (``generic``, ``avx2``, ``avx512``)."""
         ...
 
     # Quantisation

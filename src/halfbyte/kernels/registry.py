@@ -1,7 +1,7 @@
 """Which kernels run: chosen once at import, ``HALFBYTE_KERNELS`` overrides.
 
 Names: ``reference`` (torch), ``native`` (the best instruction set of this processor) or one instruction set by its own name
-(``generic``, ``avx2``, ``avx512``, ``amx``).
+(``generic``, ``avx2``, ``avx512``).
 """
 
 from __future__ import annotations

@@ -115,7 +115,12 @@ class PackedExperts:
 
 
 def check_kind(
-    kind: str, weight: Tensor | QuantTensor, k: int, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None, name: str
+    kind: str,
+    weight: Tensor | QuantTensor,
+    k: int,
+    weight_spec: QuantSpec | None,
+    activation_spec: QuantSpec | None,
+    name: str,
 ) -> LinearKind:
     """Checks that a kind, a weight and the two specs fit together.
 
@@ -125,14 +130,19 @@ def check_kind(
         ShapeError: the inner dimension does not hold whole blocks (torchao #3233).
     """
     if kind not in get_args(LinearKind):
-        raise ConfigError(f"unknown linear kind {kind!r}", where=name, expected=f"one of {', '.join(get_args(LinearKind))}")
+        raise ConfigError(
+            f"unknown linear kind {kind!r}", where=name, expected=f"one of {', '.join(get_args(LinearKind))}"
+        )
     if kind in ("fp32", "bf16"):
         if isinstance(weight, QuantTensor):
-            raise ConfigError(f"a {kind} linear got FP4 codes", where=name, fix="dequantise it first, or pack it as w4a4 or w4a16")
+            fix = "dequantise it first, or pack it as w4a4 or w4a16"
+            raise ConfigError(f"a {kind} linear got FP4 codes", where=name, fix=fix)
         return "fp32" if kind == "fp32" else "bf16"
     spec = weight.spec if isinstance(weight, QuantTensor) else weight_spec
     if spec is None:
-        raise ConfigError(f"a {kind} linear needs weight_spec", where=name, expected="a QuantSpec, or a QuantTensor as weight")
+        raise ConfigError(
+            f"a {kind} linear needs weight_spec", where=name, expected="a QuantSpec, or a QuantTensor as weight"
+        )
     blocks = [spec.block]
     if kind == "w4a4":
         if activation_spec is None:
@@ -249,6 +259,4 @@ def check_routing(x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts
     if expert_ids.numel():
         low, high = (int(v) for v in torch.aminmax(expert_ids))
         if low < 0 or high >= w.n_experts:
-            raise ShapeError(
-                f"expert ids reach from {low} to {high}", where=w.name, expected=f"0 to {w.n_experts - 1}"
-            )
+            raise ShapeError(f"expert ids reach from {low} to {high}", where=w.name, expected=f"0 to {w.n_experts - 1}")

@@ -20,6 +20,7 @@ from halfbyte.errors import SpecMismatchError
 from halfbyte.kernels import Kernels
 from halfbyte.learner.autograd import AutogradExecution
 from halfbyte.learner.batch import LearnerBatch, collate, micro_batches
+from halfbyte.learner.memory import tokens_that_fit
 from halfbyte.learner.optimiser import Optimiser
 from halfbyte.learner.parameters import Parameters
 from halfbyte.learner.schedule import rate_factor
@@ -82,7 +83,7 @@ class Learner:
         self.arch, self.kernels, self.config, self.objective = arch, kernels, config, objective_config
         self.rollout_precision, self.total_steps, self.seed = rollout_precision, total_steps, seed
         self.max_response_tokens = max_response_tokens
-        dtype = torch.float32 if config.publish_dtype == "float32" else torch.bfloat16
+        dtype = torch.float32 if rollout_precision.exact else torch.bfloat16
         self.parameters = Parameters(arch, tensors, precision, kernels, publish_dtype=dtype)
         self.optimiser = Optimiser(
             self.parameters.masters,
@@ -93,6 +94,9 @@ class Learner:
             clip_norm=config.clip_norm,
         )
         self._tables = arch.rope_tables(n_positions)
+        self._budget = config.max_tokens_per_microbatch or tokens_that_fit(
+            arch, config.activation_memory_mb, checkpointing=config.activation_checkpointing
+        )
         self._settings = policy_settings(objective_config)
         self._correction = objective.make_correction(objective_config.correction, **objective_config.correction_options)
         objective.require_compatible(self._settings, self._correction)
@@ -238,7 +242,7 @@ class Learner:
 
     def _indices(self, samples: Sequence[Trajectory]) -> list[list[int]]:
         lengths = [len(t) for t in samples]
-        return micro_batches(lengths, self.config.max_tokens_per_microbatch, packing=self.config.packing)
+        return micro_batches(lengths, self._budget, packing=self.config.packing)
 
     def _micro_batches(self, samples: Sequence[Trajectory]) -> list[LearnerBatch]:
         return [

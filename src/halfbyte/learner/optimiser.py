@@ -37,7 +37,7 @@ class Optimiser:
             {"params": [p for p in masters.values() if p.dim() > 1], "weight_decay": weight_decay},
             {"params": [p for p in masters.values() if p.dim() <= 1], "weight_decay": 0.0},
         ]
-        self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps)
+        self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], rate_factor: float) -> float:
@@ -46,8 +46,8 @@ class Optimiser:
         Raises:
             NumericsError: the gradient norm is not finite; nothing was changed.
         """
-        squares = [g.double().square().sum() for g in gradients.values()]
-        norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients.values()]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
         if norm != norm or norm == float("inf"):
             bad = next((n for n, g in gradients.items() if not bool(torch.isfinite(g).all())), "the norm itself")
             raise NumericsError(

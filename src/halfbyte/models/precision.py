@@ -54,6 +54,12 @@ class Precision:
         """True when prompt and generated tokens differ in precision at some site."""
         return self.prefill != self.decode
 
+    @property
+    def exact(self) -> bool:
+        """True when some product (the router aside) runs in FP32: weights are then published as FP32 masters, not as BF16."""
+        kinds = (getattr(s, f.name) for s in (self.prefill, self.decode) for f in fields(Sites) if f.name != "router")
+        return "fp32" in kinds
+
     def kinds(self, site: str) -> tuple[Kind, ...]:
         """The distinct kinds ``site`` needs weights for, prefill first."""
         pair: tuple[Kind, Kind] = (getattr(self.prefill, site), getattr(self.decode, site))

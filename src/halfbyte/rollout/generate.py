@@ -26,7 +26,7 @@ def read_prompts(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         DataError: with file and line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028 inside a string
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"the prompts cannot be read: {error}", where=str(path), expected="JSON lines in UTF-8"

@@ -88,8 +88,7 @@ class RolloutWeights:
         params = from_checkpoint(tensors, arch)
         for name, tensor in params.items():
             check_finite(tensor, name)
-        exact = "fp32" in (precision.prefill.attention, precision.decode.attention)
-        dtype = torch.float32 if exact else torch.bfloat16
+        dtype = torch.float32 if precision.exact else torch.bfloat16
         packer = _Packer(arch, precision, {k: v.detach().to(dtype) for k, v in params.items()}, kernels)
         packer.pack_all()
         cos, sin = arch.rope_tables(n_positions)

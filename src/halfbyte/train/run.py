@@ -42,16 +42,13 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
     Raises:
         UserError: anything the user can mend; the run folder keeps what it had.
     """
+    rollout_precision = precision_from(config.precision)
     folder = RunFolder(Path(config.train.out))
     _prepare(folder, config, resume=resume, overwrite=overwrite)
     kernels = active()
-    rollout_precision = precision_from(config.precision)
     learner_precision = (
         rollout_precision if config.learner.precision == "same" else precision_from(config.learner.precision)
     )
-    if (rollout_precision.kv == "fp32") != (config.learner.publish_dtype == "float32"):
-        config = config.model_copy(deep=True)
-        config.learner.publish_dtype = "float32" if rollout_precision.kv == "fp32" else "bfloat16"
     checkpoint, tokenizer = open_model(config.model.path)
     arch = checkpoint.architecture
     options = dict(config.env.options)

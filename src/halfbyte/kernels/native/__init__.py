@@ -29,7 +29,7 @@ from halfbyte.kernels.weights import LinearKind, PackedExperts, PackedLinear
 
 __all__ = ["NativeKernels", "instruction_sets", "set_thread_count", "thread_count"]
 
-_ISAS = ("generic", "avx2", "avx512", "amx")
+_ISAS = ("generic", "avx2", "avx512")
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -150,4 +150,6 @@ class NativeKernels:
         *,
         want_support: bool = False,
     ) -> Sampled:
-        return _sampling.sample(logits, temperature, top_k, top_p, min_p, uniform, want_support=want_support, isa=self._isa)
+        return _sampling.sample(
+            logits, temperature, top_k, top_p, min_p, uniform, want_support=want_support, isa=self._isa
+        )

@@ -81,7 +81,7 @@ def experts(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExp
     out = torch.empty(tokens, w.hidden)
     if tokens == 0:
         return out
-    x, expert_ids, gates = x.detach().contiguous(), expert_ids.contiguous(), gates.detach().contiguous()
+    x, expert_ids, gates = x.contiguous(), expert_ids.contiguous(), gates.contiguous()
     rule = None if w.activation_spec is None else rule_of(w.activation_spec)
     if w.activation_spec is not None and rule is None:
         return _experts_by_codes(isa, x, expert_ids, gates, w)
@@ -110,7 +110,9 @@ def _product(isa: int, q: QuantTensor, view: _native.Panels, n: int) -> Tensor:
 
 def _experts_by_codes(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> Tensor:
     """The same for an activation spec whose quantiser only the reference has: expert by expert, from codes."""
-    assert isinstance(w.gate_up, PanelStore) and isinstance(w.down, PanelStore) and w.activation_spec is not None
+    assert isinstance(w.gate_up, PanelStore)
+    assert isinstance(w.down, PanelStore)
+    assert w.activation_spec is not None
     tokens, slots = expert_ids.shape
     a = quantise(isa, x, w.activation_spec, name=f"{w.name} input")
     g = row_global_scale(a.global_scale, (tokens,))

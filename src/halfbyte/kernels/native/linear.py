@@ -70,12 +70,10 @@ class PanelStore:
             rows = wide.view(count, panels, -1, _PANEL, step).permute(0, 1, 3, 2, 4).reshape(count, panels * _PANEL, -1)
             values = rows[:, : self.n, : self.k]
         else:
-            assert (
-                self.codes is not None
-                and self.scales is not None
-                and self.row_scale is not None
-                and self.spec is not None
-            )
+            assert self.codes is not None
+            assert self.scales is not None
+            assert self.row_scale is not None
+            assert self.spec is not None
             codes = torch.empty(count, self.n, self.k // 2, dtype=torch.uint8)
             scales = torch.empty(count, self.n, self.k // self.spec.block, dtype=torch.uint8)
             for e in range(count):
@@ -170,7 +168,7 @@ def linear(isa: int, x: Tensor, w: PackedLinear) -> Tensor:
     out = torch.empty(rows, w.n)
     if rows == 0 or w.n == 0:
         return out
-    x = x.detach().contiguous()
+    x = x.contiguous()
     rule = None if w.activation_spec is None else rule_of(w.activation_spec)
     if w.activation_spec is not None and rule is None:
         q = quantise(isa, x, w.activation_spec, name=f"{w.name} input")

@@ -52,9 +52,7 @@ def _expert(weight: Tensor | QuantTensor, index: int) -> Tensor | QuantTensor:
 
 
 def _stack(weight: Tensor | QuantTensor, kind: LinearKind, spec: QuantSpec | None, name: str) -> ExpertRows:
-    return ExpertRows(
-        tuple(row_store(_expert(weight, e), kind, spec, f"{name}.{e}") for e in range(weight.shape[0]))
-    )
+    return ExpertRows(tuple(row_store(_expert(weight, e), kind, spec, f"{name}.{e}") for e in range(weight.shape[0])))
 
 
 def pack_experts(
@@ -101,7 +99,9 @@ def experts(
     """
     check_routing(x, expert_ids, gates, w)
     if not isinstance(w.gate_up, ExpertRows) or not isinstance(w.down, ExpertRows):
-        raise ShapeError("these experts were packed by other kernels", where=w.name, expected="experts packed by these kernels")
+        raise ShapeError(
+            "these experts were packed by other kernels", where=w.name, expected="experts packed by these kernels"
+        )
     tokens, slots = expert_ids.shape
     x = x.detach()
     a = quantise(x, w.activation_spec, name=f"{w.name} input") if w.activation_spec is not None else None

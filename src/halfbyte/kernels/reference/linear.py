@@ -79,15 +79,19 @@ class RowStore:
     def columns(self) -> Tensor:
         """The weight without its global scale as float32 ``[K, N]`` (bf16, w4a16), or float64 (fp32)."""
         if self.quantised is not None:
-            values = decode_e2m1(unpack_codes(self.quantised.codes)).unflatten(-1, (-1, self.quantised.spec.block))
-            return (values * self.quantised.scale_values().unsqueeze(-1)).flatten(-2).t().contiguous()
+            n, k = self.quantised.shape
+            values = decode_e2m1(unpack_codes(self.quantised.codes)).view(
+                n, k // self.quantised.spec.block, self.quantised.spec.block
+            )
+            return (values * self.quantised.scale_values().unsqueeze(-1)).view(n, k).t().contiguous()
         assert self.dense is not None
         return self.dense.t().to(torch.float64 if self.dense.dtype == torch.float32 else torch.float32).contiguous()
 
 
 def _doubled(q: QuantTensor) -> Tensor:
     """Doubled E2M1 values of ``q [R, K]`` as float32 ``[K / block, R, block]``."""
-    return (decode_e2m1(unpack_codes(q.codes)) * 2.0).unflatten(-1, (-1, q.spec.block)).permute(1, 0, 2)
+    values = decode_e2m1(unpack_codes(q.codes)) * 2.0
+    return values.view(q.shape[0], q.shape[1] // q.spec.block, q.spec.block).permute(1, 0, 2)
 
 
 def row_store(weight: Tensor | QuantTensor, kind: LinearKind, weight_spec: QuantSpec | None, name: str) -> RowStore:
@@ -97,7 +101,8 @@ def row_store(weight: Tensor | QuantTensor, kind: LinearKind, weight_spec: Quant
     if kind in ("w4a4", "w4a16"):
         assert weight_spec is not None
         return RowStore(quantised=quantise(weight.detach().contiguous(), weight_spec, name=name))
-    return RowStore(dense=weight.detach().to(torch.float32 if kind == "fp32" else torch.bfloat16).contiguous())
+    dense = weight.detach().to(torch.float32 if kind == "fp32" else torch.bfloat16, copy=True)
+    return RowStore(dense=dense.contiguous())
 
 
 def pack_linear(
@@ -132,7 +137,9 @@ def pack_linear(
     )
 
 
-def matrix_product(x: Tensor, store: RowStore, kind: LinearKind, activation_spec: QuantSpec | None, name: str) -> Tensor:
+def matrix_product(
+    x: Tensor, store: RowStore, kind: LinearKind, activation_spec: QuantSpec | None, name: str
+) -> Tensor:
     """``x [M, K] float32`` times the rows of ``store``: ``[M, N] float32``, without bias."""
     if kind == "w4a4":
         assert activation_spec is not None
@@ -174,6 +181,8 @@ def linear(x: Tensor, w: PackedLinear) -> Tensor:
     """
     check_input(x, w.k, w.name)
     if not isinstance(w.store, RowStore):
-        raise ShapeError("this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels")
+        raise ShapeError(
+            "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
+        )
     y = matrix_product(x.detach(), w.store, w.kind, w.activation_spec, w.name)
     return y if w.bias is None else y + w.bias
