@@ -31,7 +31,9 @@ class UserError(Exception):
     def __init__(self, what: str, *, where: str = "", expected: str = "", fix: str = "") -> None:
         self.what, self.where, self.expected, self.fix = what, where, expected, fix
         lines = [what]
-        lines += [f"  {label}: {text}" for label, text in (("where", where), ("expected", expected), ("fix", fix)) if text]
+        lines += [
+            f"  {label}: {text}" for label, text in (("where", where), ("expected", expected), ("fix", fix)) if text
+        ]
         super().__init__("\n".join(lines))
 
 
