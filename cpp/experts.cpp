@@ -1,4 +1,4 @@
-// Routed SwiGLU experts: rows sorted by expert, the two products over all (expert, panel) pairs, slots added in order.
+// Routed SwiGLU experts: rows sorted by expert, the two products over all (expert, panel group) pairs, slots added in order.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -45,16 +45,17 @@ struct Routing {
 // out[slot] = x[row of slot] times its expert's matrix, over all used experts.
 void grouped(const Panels& w, const Routing& routes, const PreparedRows& x, bool by_token, float* out) {
     const auto used = static_cast<int64_t>(routes.expert.size());
-    const int64_t panels = w.panels(), pairs = routes.start.back();
-    const int64_t grain = panel_grain(w, std::max<int64_t>(1, pairs / std::max<int64_t>(1, used)));
-    parallel_for(used * panels, grain, [&](int64_t begin, int64_t end) {
+    const int64_t groups = panel_groups(w), pairs = routes.start.back();
+    const int64_t grain = group_grain(w, std::max<int64_t>(1, pairs / std::max<int64_t>(1, used)));
+    parallel_for(used * groups, grain, [&](int64_t begin, int64_t end) {
         while (begin < end) {
-            const int64_t u = begin / panels, first = begin % panels;
-            const int64_t last = std::min(panels, first + (end - begin));
+            const int64_t u = begin / groups, first = begin % groups;
+            const int64_t last = std::min(groups, first + (end - begin));
             const int64_t from = routes.start[static_cast<size_t>(u)];
             const int32_t* slots = routes.slots.data() + from;
             const RowMap map{routes.start[static_cast<size_t>(u) + 1] - from, by_token ? routes.tokens.data() + from : slots, slots, 0};
-            x.multiply(w.expert(routes.expert[static_cast<size_t>(u)]), first, last, map, out, w.n);
+            x.multiply(w.expert(routes.expert[static_cast<size_t>(u)]), first * kPanelGroup, std::min(last * kPanelGroup, w.panels()),
+                       map, out, w.n);
             begin += last - first;
         }
     });

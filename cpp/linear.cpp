@@ -24,12 +24,12 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-int64_t linear(Isa isa, const Panels& w, const PreparedRows& x, int64_t rows, float* out) {
+int64_t linear(const Panels& w, const PreparedRows& x, int64_t rows, float* out) {
     if (x.bad_row() >= 0) return x.bad_row();
     const RowMap map{rows, nullptr, nullptr, 0};
-    parallel_for(w.panels(), panel_grain(w, rows),
-                 [&](int64_t first, int64_t last) { x.multiply(w, first, last, map, out, w.n); });
-    (void)isa;
+    parallel_for(panel_groups(w), group_grain(w, rows), [&](int64_t first, int64_t last) {
+        x.multiply(w, first * kPanelGroup, std::min(last * kPanelGroup, w.panels()), map, out, w.n);
+    });
     return -1;
 }
 
@@ -93,10 +93,10 @@ const LinearTable& linear_table(Isa isa) {
     return linear_generic;
 }
 
-int64_t panel_grain(const Panels& w, int64_t rows) {
-    // Rough cycles of one panel: a pass over its weights, and the arithmetic of every row.
+int64_t group_grain(const Panels& w, int64_t rows) {
+    // Rough cycles of one group: a pass over its weights, and the arithmetic of every row.
     const double row = w.kind == Kind::w4a4 ? 0.25 : w.kind == Kind::fp32 ? 4.0 : 1.0;
-    const double cycles = static_cast<double>(w.k) * (0.5 + row * static_cast<double>(rows));
+    const double cycles = static_cast<double>(kPanelGroup * w.k) * (0.5 + row * static_cast<double>(rows));
     return std::max<int64_t>(1, static_cast<int64_t>(40000.0 / std::max(1.0, cycles)));
 }
 
@@ -166,14 +166,14 @@ void register_linear(nb::module_& m) {
     m.def("linear", [](int isa, const Panels& w, const Rule* rule, uintptr_t x, int64_t rows, uintptr_t out) {
         nb::gil_scoped_release free;
         const Isa set = usable_isa(isa);
-        return linear(set, w, PreparedRows(set, w.kind, rule, at<const float>(x), rows, w.k), rows, at<float>(out));
+        return linear(w, PreparedRows(set, w.kind, rule, at<const float>(x), rows, w.k), rows, at<float>(out));
     }, nb::arg("isa"), nb::arg("w"), nb::arg("rule").none(), nb::arg("x"), nb::arg("rows"), nb::arg("out"));
     m.def("linear_codes",
           [](int isa, const Panels& w, uintptr_t codes, uintptr_t scales, uintptr_t global, int64_t rows, uintptr_t out) {
               nb::gil_scoped_release free;
               const Isa set = usable_isa(isa);
               const PreparedRows x(set, w.format, at<const uint8_t>(codes), at<const uint8_t>(scales), at<const float>(global), rows, w.k);
-              return linear(set, w, x, rows, at<float>(out));
+              return linear(w, x, rows, at<float>(out));
           });
     m.def("pack_codes", [](uintptr_t codes, uintptr_t scales, int64_t n, int64_t k, int64_t block, uintptr_t out_codes, uintptr_t out_scales) {
         nb::gil_scoped_release free;

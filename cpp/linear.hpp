@@ -89,7 +89,11 @@ class PreparedRows {
     int64_t bad_row_ = -1;
 };
 
-// Panels worth giving to one thread at once, for about 20 microseconds of work.
-int64_t panel_grain(const Panels& w, int64_t rows);
+// Work is split over groups of four panels, which the kernels compute side by side.
+constexpr int64_t kPanelGroup = 4;
+inline int64_t panel_groups(const Panels& w) { return (w.panels() + kPanelGroup - 1) / kPanelGroup; }
+
+// Panel groups worth giving to one thread at once, for about 20 microseconds of work.
+int64_t group_grain(const Panels& w, int64_t rows);
 
 }  // namespace halfbyte

@@ -58,22 +58,26 @@ HALFBYTE_INLINE __m512 decode_scale(const uint8_t* bytes) {
     }
 }
 
-// Adds one block of R rows; `operand` has 4 vectors for each 16 inputs.
-template <Format F, int R>
-HALFBYTE_INLINE void add_block(const __m512i* operand, __m512 scale, const uint8_t* const* a, int64_t at, __m512* acc) {
+// Adds one block of R rows and P panels; `operand` has 4 vectors for each 16 inputs. A row's codes are loaded once for all panels.
+template <Format F, int R, int P>
+HALFBYTE_INLINE void add_block(const __m512i* const* operand, const __m512* scale, const uint8_t* const* a, int64_t at, __m512 (*acc)[P]) {
     constexpr int block = F == Format::nvfp4 ? 16 : 32;
-    __m512i sum[R];
-    for (int r = 0; r < R; ++r) sum[r] = _mm512_set1_epi32(word<int32_t>(a[r] + at + block));
-    for (int j = 0; j < block / 4; ++j)
-        for (int r = 0; r < R; ++r)
-            sum[r] = _mm512_dpbusd_epi32(sum[r], operand[j], _mm512_set1_epi32(word<int32_t>(a[r] + at + j * 4)));
     for (int r = 0; r < R; ++r) {
-        const __m512 own = _mm512_set1_ps(word<float>(a[r] + at + block + 4));
+        const uint8_t* x = a[r] + at;
+        __m512i sum[P];
+        for (int p = 0; p < P; ++p) sum[p] = _mm512_set1_epi32(word<int32_t>(x + block));
+        for (int j = 0; j < block / 4; ++j) {
+            const __m512i four = _mm512_set1_epi32(word<int32_t>(x + j * 4));
+            for (int p = 0; p < P; ++p) sum[p] = _mm512_dpbusd_epi32(sum[p], operand[p][j], four);
+        }
+        const __m512 own = _mm512_set1_ps(word<float>(x + block + 4));
         if constexpr (F == Format::nvfp4) {
-            const __m512 back = _mm512_set1_ps(word<float>(a[r] + at + block + 8));
-            acc[r] = _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_castsi512_ps(sum[r]), own, back), scale, acc[r]);
+            const __m512 back = _mm512_set1_ps(word<float>(x + block + 8));
+            for (int p = 0; p < P; ++p)
+                acc[r][p] = _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_castsi512_ps(sum[p]), own, back), scale[p], acc[r][p]);
         } else {
-            acc[r] = _mm512_add_ps(acc[r], _mm512_mul_ps(_mm512_cvtepi32_ps(sum[r]), _mm512_mul_ps(own, scale)));
+            for (int p = 0; p < P; ++p)
+                acc[r][p] = _mm512_add_ps(acc[r][p], _mm512_mul_ps(_mm512_cvtepi32_ps(sum[p]), _mm512_mul_ps(own, scale[p])));
         }
     }
 }
@@ -86,8 +90,8 @@ struct DirectTile {
         constexpr int block = F == Format::nvfp4 ? 16 : 32, groups = block / 16;
         const uint8_t* codes = w.codes + panel * (w.k / 16) * kGroupBytes;
         const uint8_t* scales = w.scales + panel * (w.k / block) * kPanel;
-        __m512 acc[R];
-        for (int r = 0; r < R; ++r) acc[r] = _mm512_setzero_ps();
+        __m512 acc[R][1];
+        for (int r = 0; r < R; ++r) acc[r][0] = _mm512_setzero_ps();
         for (int64_t b = 0; b < w.k / block; ++b) {
             // Past a page the hardware starts anew; the next panel follows this one in memory.
             for (int line = 0; line < 2 * groups; ++line)
@@ -95,86 +99,108 @@ struct DirectTile {
             if (b % 4 == 0) _mm_prefetch(reinterpret_cast<const char*>(scales + kAhead / 8), _MM_HINT_T0);
             __m512i operand[4 * groups];
             for (int g = 0; g < groups; ++g) decode_group(codes + g * kGroupBytes, operand + 4 * g);
-            add_block<F, R>(operand, decode_scale<F>(scales), a, b * activation_block_bytes(block), acc);
+            const __m512i* const operands = operand;
+            const __m512 scale = decode_scale<F>(scales);
+            add_block<F, R, 1>(&operands, &scale, a, b * activation_block_bytes(block), acc);
             codes += groups * kGroupBytes;
             scales += kPanel;
         }
         const F16 row = load<F16>(w.row_scale + panel * kPanel);
-        for (int r = 0; r < R; ++r) finish(w, panel, bits<F16>(acc[r]) * ((row * global[r]) * 0.25f), out[r]);
+        for (int r = 0; r < R; ++r) finish(w, panel, bits<F16>(acc[r][0]) * ((row * global[r]) * 0.25f), out[r]);
     }
 
     static constexpr int64_t kAhead = 4096;
 };
 
-// Many rows: a chunk of the inner dimension is decoded once into the cache and used by all tiles of rows.
-constexpr int64_t kChunkGroups = 64;  // 16 KiB
-constexpr int kTileRows = 8;
+// Many rows: a chunk of the inner dimension of four panels is decoded once into the cache and used by all tiles of rows.
+constexpr int64_t kChunkGroups = 16;
+constexpr int kPanelsBeside = 4, kRowsBeside = 4, kDirectRows = 8;
+
+struct Decoded {
+    alignas(64) __m512i operands[kPanelsBeside][kChunkGroups * 4];
+    __m512 scales[kChunkGroups][kPanelsBeside];
+    __m512 sums[kRowBlock][kPanelsBeside];
+};
 
 template <Format F>
-HALFBYTE_INLINE void decode_chunk(const uint8_t* codes, const uint8_t* bytes, int64_t blocks, __m512i* operands, __m512* scales) {
+HALFBYTE_INLINE void decode_chunk(const uint8_t* codes, const uint8_t* bytes, int64_t blocks, int panel, Decoded& to) {
     constexpr int groups = F == Format::nvfp4 ? 1 : 2;
     for (int64_t g = 0; g < blocks * groups; ++g) {
+        // The next chunk of this panel: it arrives while the rows use this one.
         for (int line = 0; line < 2; ++line)
-            _mm_prefetch(reinterpret_cast<const char*>(codes + 8192 + g * kGroupBytes + line * 64), _MM_HINT_T0);
-        decode_group(codes + g * kGroupBytes, operands + 4 * g);
+            _mm_prefetch(reinterpret_cast<const char*>(codes + (kChunkGroups + g) * kGroupBytes + line * 64), _MM_HINT_T0);
+        decode_group(codes + g * kGroupBytes, to.operands[panel] + 4 * g);
     }
-    for (int64_t b = 0; b < blocks; ++b) scales[b] = decode_scale<F>(bytes + b * kPanel);
+    for (int64_t b = 0; b < blocks; ++b) {
+        if (b % 4 == 0) _mm_prefetch(reinterpret_cast<const char*>(bytes + (kChunkGroups / groups + b) * kPanel), _MM_HINT_T0);
+        to.scales[b][panel] = decode_scale<F>(bytes + b * kPanel);
+    }
 }
 
-template <Format F, int R>
-void tile_chunk(const __m512i* operands, const __m512* scales, int64_t blocks, const uint8_t* const* a, int64_t at, __m512* sums) {
+template <Format F, int R, int P>
+void tile_chunk(Decoded& d, int64_t blocks, const uint8_t* const* a, int64_t at, int64_t row) {
     constexpr int block = F == Format::nvfp4 ? 16 : 32;
-    __m512 acc[R];
-    for (int r = 0; r < R; ++r) acc[r] = sums[r];
-    for (int64_t b = 0; b < blocks; ++b)
-        add_block<F, R>(operands + b * (block / 4), scales[b], a, at + b * activation_block_bytes(block), acc);
-    for (int r = 0; r < R; ++r) sums[r] = acc[r];
+    __m512 acc[R][P];
+    for (int r = 0; r < R; ++r)
+        for (int p = 0; p < P; ++p) acc[r][p] = d.sums[row + r][p];
+    for (int64_t b = 0; b < blocks; ++b) {
+        const __m512i* operands[P];
+        for (int p = 0; p < P; ++p) operands[p] = d.operands[p] + b * (block / 4);
+        add_block<F, R, P>(operands, d.scales[b], a + row, at + b * activation_block_bytes(block), acc);
+    }
+    for (int r = 0; r < R; ++r)
+        for (int p = 0; p < P; ++p) d.sums[row + r][p] = acc[r][p];
 }
 
-template <Format F>
-void chunked(const Panels& w, int64_t first, int64_t last, const ActivationRows& x, const RowMap& map, float* out, int64_t stride) {
+// `rows` rows from entry `from` of the map, panels [first, first + P).
+template <Format F, int P>
+void panels_chunked(const Panels& w, int64_t first, const ActivationRows& x, const RowMap& map, int64_t from, int64_t rows,
+                    const uint8_t* const* a, Decoded& d, float* out, int64_t stride) {
     constexpr int64_t block = F == Format::nvfp4 ? 16 : 32, chunk = kChunkGroups * 16 / block;
     const int64_t blocks = w.k / block;
-    const Scratch memory((kChunkGroups * 4 + chunk + kRowBlock) * 64);
-    __m512i* operands = memory.as<__m512i>();
-    __m512* scales = memory.as<__m512>(kChunkGroups * 4 * 64);
-    __m512* sums = memory.as<__m512>((kChunkGroups * 4 + chunk) * 64);
-    for (int64_t from = 0; from < map.count; from += kRowBlock) {
-        const int64_t rows = map.count - from < kRowBlock ? map.count - from : kRowBlock;
-        const uint8_t* a[kRowBlock];
-        for (int64_t r = 0; r < rows; ++r) a[r] = x.data + map.input(from + r) * x.stride;
-        for (int64_t p = first; p < last; ++p) {
-            for (int64_t r = 0; r < rows; ++r) sums[r] = _mm512_setzero_ps();
-            for (int64_t b = 0; b < blocks; b += chunk) {
-                const int64_t count = b + chunk < blocks ? chunk : blocks - b;
-                const int64_t at = b * activation_block_bytes(block);
-                decode_chunk<F>(w.codes + (p * blocks + b) * (block / 16) * kGroupBytes, w.scales + (p * blocks + b) * kPanel, count,
-                                operands, scales);
-                int64_t r = 0;
-                for (; r + kTileRows <= rows; r += kTileRows) tile_chunk<F, kTileRows>(operands, scales, count, a + r, at, sums + r);
-                if (r + 4 <= rows) {
-                    tile_chunk<F, 4>(operands, scales, count, a + r, at, sums + r);
-                    r += 4;
-                }
-                if (r + 2 <= rows) {
-                    tile_chunk<F, 2>(operands, scales, count, a + r, at, sums + r);
-                    r += 2;
-                }
-                if (r < rows) tile_chunk<F, 1>(operands, scales, count, a + r, at, sums + r);
-            }
-            const F16 row = load<F16>(w.row_scale + p * kPanel);
-            for (int64_t r = 0; r < rows; ++r) {
-                const float global = x.global[map.input(from + r)];
-                finish(w, p, bits<F16>(sums[r]) * ((row * global) * 0.25f), out + map.output(from + r) * stride);
-            }
+    for (int64_t r = 0; r < rows; ++r)
+        for (int p = 0; p < P; ++p) d.sums[r][p] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b += chunk) {
+        const int64_t count = b + chunk < blocks ? chunk : blocks - b, at = b * activation_block_bytes(block);
+        for (int p = 0; p < P; ++p)
+            decode_chunk<F>(w.codes + ((first + p) * blocks + b) * (block / 16) * kGroupBytes,
+                            w.scales + ((first + p) * blocks + b) * kPanel, count, p, d);
+        int64_t r = 0;
+        for (; r + kRowsBeside <= rows; r += kRowsBeside) tile_chunk<F, kRowsBeside, P>(d, count, a, at, r);
+        if (r + 2 <= rows) {
+            tile_chunk<F, 2, P>(d, count, a, at, r);
+            r += 2;
+        }
+        if (r < rows) tile_chunk<F, 1, P>(d, count, a, at, r);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+        const float global = x.global[map.input(from + r)];
+        for (int p = 0; p < P; ++p) {
+            const F16 row = load<F16>(w.row_scale + (first + p) * kPanel);
+            finish(w, first + p, bits<F16>(d.sums[r][p]) * ((row * global) * 0.25f), out + map.output(from + r) * stride);
         }
     }
 }
 
 template <Format F>
+void chunked(const Panels& w, int64_t first, int64_t last, const ActivationRows& x, const RowMap& map, float* out, int64_t stride) {
+    const Scratch memory(sizeof(Decoded));
+    Decoded& d = *memory.as<Decoded>();
+    for (int64_t from = 0; from < map.count; from += kRowBlock) {
+        const int64_t rows = map.count - from < kRowBlock ? map.count - from : kRowBlock;
+        const uint8_t* a[kRowBlock];
+        for (int64_t r = 0; r < rows; ++r) a[r] = x.data + map.input(from + r) * x.stride;
+        int64_t p = first;
+        for (; p + kPanelsBeside <= last; p += kPanelsBeside)
+            panels_chunked<F, kPanelsBeside>(w, p, x, map, from, rows, a, d, out, stride);
+        for (; p < last; ++p) panels_chunked<F, 1>(w, p, x, map, from, rows, a, d, out, stride);
+    }
+}
+
+template <Format F>
 void product(const Panels& w, int64_t first, int64_t last, const ActivationRows& x, const RowMap& map, float* out, int64_t stride) {
-    if (map.count <= kTileRows) {
-        w4a4_panels<DirectTile<F>, kTileRows>(w, first, last, x, map, out, stride);
+    if (map.count <= kDirectRows) {
+        w4a4_panels<DirectTile<F>, kDirectRows>(w, first, last, x, map, out, stride);
     } else {
         chunked<F>(w, first, last, x, map, out, stride);
     }
