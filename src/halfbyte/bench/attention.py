@@ -122,14 +122,10 @@ def _decode(kernels: Kernels, q: Tensor, batch: _Batch, scale: float, layer: KvL
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return cast(
-        Tensor, torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
-    )
+    return cast(Tensor, torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True))
 
 
 def _error(kernels: Kernels, q: Tensor, batch: _Batch, scale: float, layer: KvLayer) -> float:
     got = _decode(kernels, q, batch, scale, layer)
-    exact = [
-        oracle.attention(q[s], *layer.read(batch.slots(s)), scale) for s in range(batch.plan.batch)
-    ]
+    exact = [oracle.attention(q[s], *layer.read(batch.slots(s)), scale) for s in range(batch.plan.batch)]
     return oracle.relative_error(got, torch.stack(exact))

@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError
 
 from halfbyte import __version__
 from halfbyte.cli import threads
+from halfbyte.cli.bench import make_bench
 from halfbyte.cli.doctor import doctor
 from halfbyte.cli.generate import generate
 from halfbyte.cli.report import report
@@ -33,6 +34,7 @@ def make_app() -> App:
     )
     for command in (train, generate, report, doctor):
         app.command(command)
+    app.command(make_bench())
     return app
 
 

@@ -1,0 +1,118 @@
+"""Rows as tables on the terminal, and as one JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from halfbyte.bench.case import KernelRow
+from halfbyte.bench.memory import MemoryRow
+from halfbyte.bench.rollout import RolloutRow
+
+__all__ = ["heading", "kernel_table", "memory_table", "rollout_table", "show", "write_json"]
+
+
+def heading(facts: Mapping[str, Any]) -> str:
+    """One paragraph on what the numbers were measured on."""
+    waiting = " ".join(f"{k}={v}" for k, v in facts["waiting"].items()) or "library defaults"
+    load = "" if facts["load"] is None else f"; load {facts['load']:.1f} on {facts['cores']} cores"
+    return (
+        f"kernels {facts['kernels']} on {facts['kernel_threads']} threads, torch {facts['torch']} on "
+        f"{facts['torch_threads']} ({waiting}){load}. Medians over rounds in which the sides take turns; "
+        "± is half the inter-quartile range."
+    )
+
+
+def kernel_table(rows: Sequence[KernelRow]) -> Table:
+    """One line a comparison."""
+    table = Table("kernel", "n", "k", "m", title="kernels", title_justify="left")
+    for name in ("ms", "baseline ms", "times faster", "relative error", "Gelem/s/thread"):
+        table.add_column(name, justify="right")
+    table.add_column("baseline")
+    table.add_column("MiB rotated", justify="right")
+    for row in rows:
+        facts = row.facts
+        speed = facts.get("gelem_per_second_per_thread")
+        table.add_row(
+            row.kernel,
+            *(str(v) for v in (row.n, row.k, row.m)),
+            _spread(row.milliseconds, facts["milliseconds_quartiles"]),
+            _spread(row.baseline_milliseconds, facts["baseline_milliseconds_quartiles"]),
+            f"{row.ratio:.2f}",
+            f"{row.relative_error:.1e}",
+            "" if speed is None else f"{speed:.2f}",
+            row.baseline,
+            f"{facts['working_set_mib']:.0f} : {facts['baseline_working_set_mib']:.0f}",
+        )
+    return table
+
+
+def rollout_table(rows: Sequence[RolloutRow]) -> Table:
+    """One line a precision, batch and baseline."""
+    table = Table("model", "precision", title="decoding", title_justify="left")
+    for name in ("batch", "tokens/s", "baseline tokens/s", "times faster"):
+        table.add_column(name, justify="right")
+    table.add_column("baseline")
+    table.add_column("same tokens")
+    for row in rows:
+        table.add_row(
+            row.model,
+            row.precision,
+            str(row.batch),
+            _spread(row.tokens_per_second, row.tokens_per_second_quartiles),
+            _spread(row.baseline_tokens_per_second, row.baseline_tokens_per_second_quartiles),
+            f"{row.ratio:.2f}",
+            row.baseline,
+            "yes" if row.same_tokens else "NO",
+        )
+    return table
+
+
+def memory_table(rows: Sequence[MemoryRow]) -> Table:
+    """One line a precision."""
+    table = Table("model", "precision", title="resident weights", title_justify="left")
+    for name in ("MiB", "predicted MiB", "measured / predicted", "FP4 matrices / BF16"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        share = row.quantised_ratio
+        table.add_row(
+            row.model,
+            row.precision,
+            f"{row.measured_bytes / 2**20:.1f}",
+            f"{row.predicted_bytes / 2**20:.1f}",
+            f"{row.ratio:.3f}",
+            "" if share is None else f"{share:.4f}",
+        )
+    return table
+
+
+def show(parts: Iterable[Table | str]) -> None:
+    """Print to standard output; where that is no terminal, lines are as long as they need to be."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)
+    for part in parts:
+        console.print(part)
+
+
+def write_json(path: Path, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
+    """``{"machine": ..., "rows": [...], ...}``; the file appears when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump({"machine": facts, "rows": rows, **more}, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _spread(value: float, quartiles: Sequence[float]) -> str:
+    digits = 4 if value < 1 else 3 if value < 10 else 1
+    return f"{value:.{digits}f} ±{(quartiles[1] - quartiles[0]) / 2:.{digits}f}"

@@ -1,0 +1,114 @@
+"""``halfbyte bench kernels`` and ``halfbyte bench rollout``: our speed beside baselines, measured here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from halfbyte.cli import threads as thread_policy
+from halfbyte.cli.parameter import flag
+from halfbyte.errors import ConfigError
+
+__all__ = ["make_bench"]
+
+
+def make_bench() -> App:
+    """The two commands."""
+    app = App(name="bench", help="Measure kernels and decoding beside their baselines.", help_format="plaintext")
+    app.command(kernels)
+    app.command(rollout)
+    return app
+
+
+def kernels(
+    *,
+    only: Annotated[
+        str, Parameter(help="Some of linear, w4a16, bf16, experts, attention, quantise, dequantise, with commas.")
+    ] = "",
+    quick: Annotated[bool, flag("Fewer and smaller shapes: seconds instead of minutes.")] = False,
+    repeats: Annotated[int | None, Parameter(help="Rounds; 15 by default, 5 with --quick.")] = None,
+    threads: Annotated[int | None, Parameter(help="Threads; all usable cores by default.")] = None,
+    json: Annotated[Path | None, Parameter(help="Also write the rows to this file.")] = None,
+) -> int:
+    """Time the FP4 kernels beside torch's BF16, our own BF16 and other libraries, and check every result."""
+    thread_policy.apply(threads)
+
+    from halfbyte.bench import kernels as bench
+    from halfbyte.bench import table
+    from halfbyte.bench.libraries import find_libraries
+    from halfbyte.bench.machine import machine
+    from halfbyte.kernels import active
+
+    groups = bench.choose(only)
+    converts = bool({"quantise", "dequantise"} & set(groups))
+    libraries, absent = find_libraries() if converts else ([], [])
+    make = bench.quick_plan if quick else bench.full_plan
+    plan = make(libraries) if repeats is None else make(libraries, _positive(repeats, "--repeats"))
+    facts, rows = machine(), []
+    for row in bench.run(active(), plan, groups):
+        _progress(f"{row.kernel} n={row.n} k={row.k} m={row.m}: {row.ratio:.2f} x {row.baseline}")
+        rows.append(row)
+    table.show([table.heading(facts), table.kernel_table(rows), *absent])
+    if json is not None:
+        table.write_json(json, facts, [row.to_json() for row in rows], absent=absent)
+    return 0
+
+
+def rollout(
+    *,
+    model: Annotated[str, Parameter(help="Model folder, or tiny for the policy in the package.")] = "tiny",
+    random_moe: Annotated[
+        bool, flag("Instead: a mixture of 64 experts with 1B random weights, made in memory.")
+    ] = False,
+    precision: Annotated[str, Parameter(help="Precision presets, with commas.")] = "bf16,w4a4kv4,w4a4kv4-head,w4a16",
+    batch: Annotated[str, Parameter(help="Sequences decoded together, with commas.")] = "1,16",
+    prompt: Annotated[int, Parameter(help="Prompt tokens, not timed.")] = 16,
+    tokens: Annotated[int, Parameter(help="New tokens of each sequence.")] = 64,
+    repeats: Annotated[int, Parameter(help="Rounds.")] = 5,
+    threads: Annotated[int | None, Parameter(help="Threads; all usable cores by default.")] = None,
+    json: Annotated[Path | None, Parameter(help="Also write the rows to this file.")] = None,
+) -> int:
+    """Decode with our engine at several precisions and with transformers in BF16, in turns; count resident weights."""
+    thread_policy.apply(threads)
+
+    from halfbyte.bench import rollout as bench
+    from halfbyte.bench import table
+    from halfbyte.bench.machine import machine
+    from halfbyte.cli.footprint import weight_bytes
+    from halfbyte.models.architecture import Architecture
+    from halfbyte.models.precision import Precision
+
+    def predict(architecture: Architecture, at: Precision) -> int:
+        return sum(weight_bytes(architecture, at)[0].values())
+
+    batches = bench.numbers(batch, "--batch")
+    for value, name in ((prompt, "--prompt"), (tokens, "--tokens"), (repeats, "--repeats")):
+        _positive(value, name)
+    length = prompt + tokens
+    facts, rows = machine(), []
+    if random_moe:
+        contest = bench.open_random_moe(predict, batch=max(batches), length=length)
+    else:
+        presets = [name.strip() for name in precision.split(",")]
+        contest = bench.open_contest(model, presets, predict, batch=max(batches), length=length)
+    for row in bench.race(contest, batches, prompt_tokens=prompt, new_tokens=tokens, repeats=repeats):
+        _progress(f"{row.precision} batch {row.batch}: {row.ratio:.2f} x {row.baseline}")
+        rows.append(row)
+    table.show([table.heading(facts), table.rollout_table(rows), table.memory_table(contest.memory), *contest.notes])
+    if json is not None:
+        memory = [row.to_json() for row in contest.memory]
+        table.write_json(json, facts, [row.to_json() for row in rows], memory=memory, notes=list(contest.notes))
+    return 0
+
+
+def _positive(value: int, name: str) -> int:
+    if value < 1:
+        raise ConfigError(f"{name} is {value}", where=name, expected="a positive integer")
+    return value
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
