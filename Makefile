@@ -57,7 +57,9 @@ format: $(VENV)/development.stamp ## rewrite the sources in the house format
 docs: $(VENV)/development.stamp ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: $(VENV)/development.stamp ## run the benchmarks in bench/
+bench: $(VENV)/development.stamp ## measure kernels, decoding and thread policies
+	$(BIN)/halfbyte bench kernels --quick
+	$(BIN)/halfbyte bench rollout
 	for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 native: $(VENV)/development.stamp ## build the native kernels again, incrementally, for work on cpp/

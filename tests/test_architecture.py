@@ -31,6 +31,7 @@ FLOORS = {
     "serve": 7,
     "train": 7,
     "bench": 8,
+    "bench": 8,
     "report": 8,
     "study": 8,
     "trial": 8,

@@ -53,9 +53,11 @@ def test_every_flag_is_listed() -> None:
     sections = re.split(r"^## ", text("command-line.md"), flags=re.MULTILINE)
     by_command = {section.splitlines()[0]: section for section in sections}
     for name in (name for name in app if not name.startswith("-")):
-        for argument in app[name].assemble_argument_collection():
-            for flag in argument.names:
-                assert flag in by_command[name], f"{name} {flag}"
+        members = {f"{name} {member}": app[name][member] for member in app[name] if not member.startswith("-")}
+        for title, command in (members or {name: app[name]}).items():
+            for argument in command.assemble_argument_collection():
+                for flag in argument.names:
+                    assert flag in by_command[title], f"{title} {flag}"
 
 
 def test_the_table_of_presets_is_right() -> None:

@@ -1,1 +1,1 @@
-"""Benchmarks: our kernels and our engine beside their baselines, in one process, with a correctness column (docs/benchmarks.md)."""
+"""Benchmarks: our kernels and our engine beside their baselines in one process, results checked (docs/benchmarks.md)."""

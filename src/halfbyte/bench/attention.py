@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -122,7 +121,7 @@ def _decode(kernels: Kernels, q: Tensor, batch: _Batch, scale: float, layer: KvL
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return cast(Tensor, torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
 
 
 def _error(kernels: Kernels, q: Tensor, batch: _Batch, scale: float, layer: KvLayer) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 from halfbyte.errors import MissingExtraError
 from halfbyte.models.architecture import Architecture
 from halfbyte.models.precision import Precision
-from halfbyte.models.trajectory import SamplingParams
+from halfbyte.models.trajectory import SamplingParams, Trajectory
 from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.rollout.request import Request
 
@@ -62,7 +62,8 @@ class EngineDecoder:
 
     def decode(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Decoded:
         """See :class:`Decoder`."""
-        engine, found = self.engine, {}
+        engine = self.engine
+        found: dict[int, Trajectory] = {}
         sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         for prompt in prompts:
             engine.add(Request(tuple(prompt), sampling))

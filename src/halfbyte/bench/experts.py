@@ -12,6 +12,7 @@ from torch import Tensor
 from halfbyte.bench import oracle
 from halfbyte.bench.buffers import copies
 from halfbyte.bench.case import Case
+from halfbyte.bench.operands import uneven
 from halfbyte.formats import QuantSpec, QuantTensor, get_spec
 from halfbyte.kernels import Kernels, PackedExperts, get
 
@@ -54,7 +55,7 @@ def expert_cases(kernels: Kernels, plan: Routed) -> Iterator[Case]:
         "baseline_working_set_mib": round(len(theirs) * twin.nbytes / 2**20, 1),
     }
     for m in plan.tokens:
-        x = torch.randn(m, h, generator=generator)
+        x = uneven(m, h, generator) * h**0.5
         gates = torch.rand(m, plan.top, generator=generator).softmax(-1)
         routes = [
             torch.rand(m, e, generator=generator).topk(plan.top).indices.to(torch.int32) for _ in range(_ROUTINGS)
@@ -73,7 +74,7 @@ def expert_cases(kernels: Kernels, plan: Routed) -> Iterator[Case]:
 
 
 def _weight(n: int, k: int, generator: torch.Generator) -> Tensor:
-    return (torch.randn(n, k, generator=generator) * k**-0.5).to(torch.bfloat16)
+    return uneven(n, k, generator).to(torch.bfloat16)
 
 
 def _calls(

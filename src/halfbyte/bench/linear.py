@@ -12,8 +12,9 @@ from torch import Tensor
 from halfbyte.bench import oracle
 from halfbyte.bench.buffers import copies
 from halfbyte.bench.case import Case
+from halfbyte.bench.operands import uneven
 from halfbyte.formats import QuantTensor, get_spec
-from halfbyte.kernels import Kernels, LinearKind
+from halfbyte.kernels import Kernels, LinearKind, PackedLinear
 
 __all__ = ["Products", "linear_cases"]
 
@@ -32,7 +33,7 @@ def linear_cases(kernels: Kernels, kind: LinearKind, plan: Products) -> Iterator
     activation = get_spec("halfbyte_token") if kind == "w4a4" else None
     for n, k in plan.shapes:
         generator = torch.Generator().manual_seed(n * 31 + k)
-        weight = (torch.randn(n, k, generator=generator) * k**-0.5).to(torch.bfloat16)
+        weight = uneven(n, k, generator).to(torch.bfloat16)
         operand: Tensor | QuantTensor = weight
         if kind in ("w4a4", "w4a16"):
             operand = kernels.quantise(weight, get_spec("halfbyte"), name="weight")
@@ -45,7 +46,7 @@ def linear_cases(kernels: Kernels, kind: LinearKind, plan: Products) -> Iterator
             "baseline_working_set_mib": round(len(theirs) * weight.nbytes / 2**20, 1),
         }
         for m in plan.tokens:
-            x = torch.randn(m, k, generator=generator)
+            x = uneven(m, k, generator)
             rounded = x.to(torch.bfloat16)
             yield Case(
                 kernel=f"linear-{kind}",
@@ -55,15 +56,11 @@ def linear_cases(kernels: Kernels, kind: LinearKind, plan: Products) -> Iterator
                 ours=[partial(kernels.linear, x, w) for w in ours],
                 baseline="torch bf16 linear",
                 theirs=[partial(torch.nn.functional.linear, rounded, w) for w in theirs],
-                error=partial(_error, kernels, x, ours, operand, kind),
+                error=partial(_error, kernels, x, first, operand),
                 facts=facts,
             )
 
 
-def _error(
-    kernels: Kernels, x: Tensor, packed: Sequence[object], operand: Tensor | QuantTensor, kind: LinearKind
-) -> float:
-    w = packed[0]
-    activation = get_spec("halfbyte_token") if kind == "w4a4" else None
-    exact = oracle.product(oracle.inputs(x, kind, activation), operand)
-    return oracle.relative_error(kernels.linear(x, w), exact)  # type: ignore[arg-type]
+def _error(kernels: Kernels, x: Tensor, w: PackedLinear, operand: Tensor | QuantTensor) -> float:
+    exact = oracle.product(oracle.inputs(x, w.kind, w.activation_spec), operand)
+    return oracle.relative_error(kernels.linear(x, w), exact)

@@ -32,13 +32,13 @@ def heading(facts: Mapping[str, Any]) -> str:
 def kernel_table(rows: Sequence[KernelRow]) -> Table:
     """One line a comparison."""
     table = Table("kernel", "n", "k", "m", title="kernels", title_justify="left")
-    for name in ("ms", "baseline ms", "times faster", "relative error", "Gelem/s/thread"):
+    for name in ("ms", "baseline ms", "times faster", "relative error"):
         table.add_column(name, justify="right")
     table.add_column("baseline")
     table.add_column("MiB rotated", justify="right")
+    table.add_column("also")
     for row in rows:
         facts = row.facts
-        speed = facts.get("gelem_per_second_per_thread")
         table.add_row(
             row.kernel,
             *(str(v) for v in (row.n, row.k, row.m)),
@@ -46,9 +46,9 @@ def kernel_table(rows: Sequence[KernelRow]) -> Table:
             _spread(row.baseline_milliseconds, facts["baseline_milliseconds_quartiles"]),
             f"{row.ratio:.2f}",
             f"{row.relative_error:.1e}",
-            "" if speed is None else f"{speed:.2f}",
             row.baseline,
             f"{facts['working_set_mib']:.0f} : {facts['baseline_working_set_mib']:.0f}",
+            _also(facts),
         )
     return table
 
@@ -111,6 +111,12 @@ def write_json(path: Path, facts: Mapping[str, Any], rows: Sequence[Mapping[str,
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def _also(facts: Mapping[str, Any]) -> str:
+    if "gelem_per_second_per_thread" in facts:
+        return f"{facts['gelem_per_second_per_thread']:.2f} Gelem/s/thread"
+    return f"capacity {facts['capacity_ratio']:.2f}x" if "capacity_ratio" in facts else ""
 
 
 def _spread(value: float, quartiles: Sequence[float]) -> str:

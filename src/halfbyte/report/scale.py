@@ -63,12 +63,14 @@ def linear_axis(low: float, high: float, start: float, end: float, *, ticks: int
 def logarithmic_axis(values: Sequence[float], start: float, end: float) -> Axis | None:
     """An axis over whole decades, or None where a logarithmic one shows nothing more than a linear one.
 
-    Values that are not positive cannot be shown and are ignored; a range of less than a factor 20 is left linear.
+    Values that are not positive cannot be shown and are ignored; a range of less than a factor 20 is left linear. At most
+    eight decades are shown: smaller values (a gap of a few rounding errors) lie on the lower edge.
     """
     positive = [v for v in values if v > 0]
     if not positive or max(positive) < 20 * min(positive):
         return None
-    first, last = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    last = math.ceil(math.log10(max(positive)))
+    first = max(math.floor(math.log10(min(positive))), last - 8)
     every = max(1, math.ceil((last - first) / 6))
     return Axis(first, last, start, end, tuple(10.0**e for e in range(first, last + 1, every)), logarithmic=True)
 
