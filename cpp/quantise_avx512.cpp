@@ -82,16 +82,20 @@ HALFBYTE_INLINE __m512i encode_e4m3(__m512 a) {
 HALFBYTE_INLINE __m256i encode_blocks(const __m512* u) {
     __m512i v[4];
     for (int j = 0; j < 4; ++j) {
-        const __m512 c = _mm512_range_ps(u[j], _mm512_set1_ps(24.0f), 2);  // smaller magnitude, sign of u
+        const __m512 c = _mm512_range_ps(u[j], _mm512_set1_ps(23.0f), 2);  // smaller magnitude, sign of u
         v[j] = _mm512_add_epi32(_mm512_cvt_roundps_epi32(c, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC),
                                 _mm512_cvt_roundps_epi32(c, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
     }
     const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
-    const __m512i a = _mm512_abs_epi8(bytes), one = _mm512_set1_epi8(1);
-    __m512i code = _mm512_setzero_si512();
-    constexpr char midpoints[7] = {2, 5, 10, 13, 20, 27, 40};
-    for (const char above : midpoints)
-        code = _mm512_mask_add_epi8(code, _mm512_cmpgt_epi8_mask(a, _mm512_set1_epi8(above)), code, one);
+    // |v| is at most 46: three tables of sixteen entries, each silent (an index with its top bit set) outside its range.
+    const __m512i a = _mm512_abs_epi8(bytes), top = _mm512_set1_epi8(0x70);
+    const __m512i low = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 4, 4));
+    const __m512i middle = _mm512_broadcast_i32x4(_mm_setr_epi8(4, 4, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 6, 6, 6, 6));
+    const __m512i high = _mm512_broadcast_i32x4(_mm_setr_epi8(6, 6, 6, 6, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7));
+    const __m512i first = _mm512_shuffle_epi8(low, _mm512_adds_epu8(a, top));
+    const __m512i second = _mm512_shuffle_epi8(middle, _mm512_adds_epu8(_mm512_sub_epi8(a, _mm512_set1_epi8(16)), top));
+    const __m512i third = _mm512_shuffle_epi8(high, _mm512_adds_epu8(_mm512_sub_epi8(a, _mm512_set1_epi8(32)), top));
+    __m512i code = _mm512_or_si512(_mm512_or_si512(first, second), third);
     const __mmask64 negative = _mm512_movepi8_mask(bytes) & _mm512_test_epi8_mask(code, code);
     code = _mm512_mask_add_epi8(code, negative, code, _mm512_set1_epi8(8));
     const __m256i merged = _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(code, _mm512_set1_epi16(0x1001)));
@@ -99,12 +103,19 @@ HALFBYTE_INLINE __m256i encode_blocks(const __m512* u) {
     return _mm256_permutexvar_epi16(order, merged);
 }
 
-// Up to 16 blocks. With a power-of-two global scale the divisor s has four significant bits: the quotient comes from the rounded
-// reciprocal and one correction by the exact remainder (Markstein 1990), which is the rounded quotient. Any other s is divided by.
+constexpr int64_t kSegment = 64;  // blocks whose scales are settled before their codes: the divisions of several overlap
+
+struct Segment {
+    alignas(64) float divisor[kSegment];     // s, or s / 4 beside a reciprocal
+    alignas(64) float reciprocal[kSegment];  // 4 / s, 0 for s = 0
+};
+
+// The scales of up to 16 blocks. With a power-of-two global scale the divisor s has four significant bits: the quotient comes from
+// the rounded reciprocal and one correction by the exact remainder (Markstein 1990), which is the rounded quotient. Any other s
+// is divided by.
 template <bool Bf16, bool Reciprocal, bool Whole>
-HALFBYTE_INLINE void usual_blocks(const void* x, int64_t first, int64_t some_count, __m512 global, uint8_t* codes, uint8_t* scales) {
-    const int64_t count = Whole ? 16 : some_count;
-    alignas(64) float divisor[16], reciprocal[16];
+HALFBYTE_INLINE void settle_scales(const void* x, int64_t first, int64_t count, float global, uint8_t* scales, float* divisor,
+                                   float* reciprocal) {
     __m512 amax;
     if constexpr (Whole) {
         __m512 v[16];
@@ -115,50 +126,61 @@ HALFBYTE_INLINE void usual_blocks(const void* x, int64_t first, int64_t some_cou
         for (int64_t j = 0; j < count; ++j) top[j] = _mm512_reduce_max_ps(absolute(load_values<Bf16>(x, (first + j) * 16)));
         amax = _mm512_load_ps(top);
     }
-    const __m512i byte = encode_e4m3(_mm512_div_ps(_mm512_div_ps(amax, _mm512_set1_ps(6.0f)), global));
-    const __mmask16 some = count == 16 ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1u);
-    _mm_mask_storeu_epi8(scales + first, some, _mm512_cvtepi32_epi8(byte));
+    const __m512 sixth = _mm512_div_ps(amax, _mm512_set1_ps(6.0f)), g = _mm512_set1_ps(global);
+    // A power of two divides as its reciprocal multiplies, but for results below 2^-126, which round to a zero scale either way.
+    const __m512i byte = encode_e4m3(Reciprocal ? _mm512_mul_ps(sixth, _mm512_set1_ps(1.0f / global)) : _mm512_div_ps(sixth, g));
+    if constexpr (Whole) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(scales + first), _mm512_cvtepi32_epi8(byte));
+    } else {
+        _mm_mask_storeu_epi8(scales + first, static_cast<__mmask16>((1u << count) - 1u), _mm512_cvtepi32_epi8(byte));
+    }
     // Half precision has one exponent bit more and three mantissa bits in the same place: E4M3 is half * 2^8.
     const __m512 e4m3 = _mm512_mul_ps(_mm512_cvtph_ps(_mm256_slli_epi16(_mm512_cvtepi32_epi16(byte), 7)), _mm512_set1_ps(256.0f));
-    const __m512 s = _mm512_mul_ps(e4m3, global);
-    const __mmask16 live = _mm512_cmp_ps_mask(s, _mm512_setzero_ps(), _CMP_GT_OQ);
+    const __m512 s = _mm512_mul_ps(e4m3, g);
     if constexpr (Reciprocal) {
+        const __mmask16 live = _mm512_cmp_ps_mask(s, _mm512_setzero_ps(), _CMP_GT_OQ);
         _mm512_store_ps(divisor, _mm512_mul_ps(s, _mm512_set1_ps(0.25f)));
         _mm512_store_ps(reciprocal, _mm512_maskz_div_ps(live, _mm512_set1_ps(4.0f), s));
     } else {
         _mm512_store_ps(divisor, s);
     }
-    for (int64_t j = 0; j < count; j += 4) {
-        __m512 u[4];
-        for (int64_t i = 0; i < 4; ++i) {
-            const bool inside = Whole || j + i < count;
-            const __m512 v = inside ? load_values<Bf16>(x, (first + j + i) * 16) : _mm512_setzero_ps();
-            const __m512 d = _mm512_set1_ps(inside ? divisor[j + i] : 1.0f);
-            if constexpr (Reciprocal) {
-                const __m512 r = _mm512_set1_ps(inside ? reciprocal[j + i] : 0.0f);
-                const __m512 q = _mm512_mul_ps(v, r);
-                u[i] = _mm512_fmadd_ps(_mm512_fnmadd_ps(q, d, v), r, q);
-            } else {
-                const __mmask16 nonzero = _mm512_cmp_ps_mask(d, _mm512_setzero_ps(), _CMP_GT_OQ);
-                u[i] = _mm512_mul_ps(_mm512_maskz_div_ps(nonzero, v, d), _mm512_set1_ps(4.0f));
-            }
-        }
-        const __m256i packed = encode_blocks(u);
-        if (Whole || count - j >= 4) {
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + (first + j) * 8), packed);
-        } else {
-            _mm256_mask_storeu_epi8(codes + (first + j) * 8, (1u << (count - j) * 8) - 1u, packed);
-        }
+}
+
+// Four times the quotients of block `b`, whose scale is entry `at` of the segment.
+template <bool Bf16, bool Reciprocal>
+HALFBYTE_INLINE __m512 scaled_block(const void* x, int64_t b, const Segment& segment, int64_t at) {
+    const __m512 v = load_values<Bf16>(x, b * 16), d = _mm512_set1_ps(segment.divisor[at]);
+    if constexpr (Reciprocal) {
+        const __m512 r = _mm512_set1_ps(segment.reciprocal[at]), q = _mm512_mul_ps(v, r);
+        return _mm512_fmadd_ps(_mm512_fnmadd_ps(q, d, v), r, q);
+    } else {
+        const __mmask16 nonzero = _mm512_cmp_ps_mask(d, _mm512_setzero_ps(), _CMP_GT_OQ);
+        return _mm512_mul_ps(_mm512_maskz_div_ps(nonzero, v, d), _mm512_set1_ps(4.0f));
     }
 }
 
 template <bool Bf16, bool Reciprocal>
 void usual_row(const void* x, int64_t k, float global, uint8_t* codes, uint8_t* scales) {
-    const __m512 g = _mm512_set1_ps(global);
+    Segment segment;
     const int64_t blocks = k / 16;
-    int64_t b = 0;
-    for (; b + 16 <= blocks; b += 16) usual_blocks<Bf16, Reciprocal, true>(x, b, 16, g, codes, scales);
-    if (b < blocks) usual_blocks<Bf16, Reciprocal, false>(x, b, blocks - b, g, codes, scales);
+    for (int64_t from = 0; from < blocks; from += kSegment) {
+        const int64_t count = blocks - from < kSegment ? blocks - from : kSegment;
+        int64_t b = 0;
+        for (; b + 16 <= count; b += 16)
+            settle_scales<Bf16, Reciprocal, true>(x, from + b, 16, global, scales, segment.divisor + b, segment.reciprocal + b);
+        if (b < count)
+            settle_scales<Bf16, Reciprocal, false>(x, from + b, count - b, global, scales, segment.divisor + b, segment.reciprocal + b);
+        for (b = 0; b + 4 <= count; b += 4) {
+            __m512 u[4];
+            for (int i = 0; i < 4; ++i) u[i] = scaled_block<Bf16, Reciprocal>(x, from + b + i, segment, b + i);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + (from + b) * 8), encode_blocks(u));
+        }
+        if (b < count) {
+            __m512 u[4] = {};
+            for (int64_t i = 0; i < count - b; ++i) u[i] = scaled_block<Bf16, Reciprocal>(x, from + b + i, segment, b + i);
+            _mm256_mask_storeu_epi8(codes + (from + b) * 8, (1u << (count - b) * 8) - 1u, encode_blocks(u));
+        }
+    }
 }
 
 void usual_row_any(const void* x, bool bf16, int64_t k, float global, uint8_t* codes, uint8_t* scales) {

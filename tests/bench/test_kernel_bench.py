@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from halfbyte.bench import kernels as bench
 from halfbyte.bench import libraries, oracle
 from halfbyte.bench.attention import Contexts
-from halfbyte.bench.case import Case, measure
+from halfbyte.bench.case import Case, KernelRow, measure
 from halfbyte.bench.experts import Routed
 from halfbyte.bench.libraries import Library
 from halfbyte.bench.linear import Products
@@ -203,3 +204,17 @@ def test_the_command_writes_table_and_file(
 def test_a_wrong_flag_is_explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", *arguments]) == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_an_interrupt_still_shows_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(kernels: Kernels, plan: bench.Plan, groups: list[str]) -> Iterator[KernelRow]:
+        yield from rows
+        raise KeyboardInterrupt
+
+    rows = list(bench.run(active(), tiny_plan(), ["experts"]))
+    monkeypatch.setattr(bench, "run", interrupted)
+    assert main(["bench", "kernels", "--quick", "--json", str(tmp_path / "rows.json")]) == 130
+    assert capsys.readouterr().out.count("experts-w4a4") == len(rows)
+    assert not (tmp_path / "rows.json").exists()

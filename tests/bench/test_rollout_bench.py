@@ -160,7 +160,7 @@ def test_a_random_moe_decodes_beside_its_bf16_twin() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_resident_bytes_are_counted_beside_the_prediction(preset: str) -> None:
-    arch = moe_architecture(n_layers=1, vocab_size=512, hidden_size=512, moe_intermediate_size=256, n_experts=4)
+    arch = moe_architecture(n_layers=1, vocab_size=512, hidden_size=512, moe_intermediate_size=256, n_experts=8)
     packed = RolloutWeights.pack(arch, PRESETS[preset], RandomTensors(arch), active(), version=0, n_positions=16)
     row = resident("random", packed, predict(arch, PRESETS[preset]))
     assert row.measured_bytes == packed.nbytes

@@ -189,6 +189,15 @@ def test_abort_returns_what_was_produced_and_frees_every_page(
     assert engine.pool.available == engine.pool.n_pages
 
 
+def test_generate_does_not_swallow_what_is_in_flight(
+    family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]
+) -> None:
+    engine = make(family_folders, tensors)
+    engine.add(Request((4, 5), SamplingParams(max_tokens=3)))
+    with pytest.raises(ConfigError, match="1 samples are in flight"):
+        engine.generate([Request((4, 5))])
+
+
 def test_aborting_a_leader_before_its_prefill_does_not_lose_another_group(
     family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]
 ) -> None:

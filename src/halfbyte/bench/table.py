@@ -94,9 +94,9 @@ def memory_table(rows: Sequence[MemoryRow]) -> Table:
 
 def show(parts: Iterable[Table | str]) -> None:
     """Print to standard output; where that is no terminal, lines are as long as they need to be."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=200)
+        console = Console(highlight=False, markup=False, width=200)
     for part in parts:
         console.print(part)
 

@@ -48,10 +48,12 @@ def kernels(
     make = bench.quick_plan if quick else bench.full_plan
     plan = make(libraries) if repeats is None else make(libraries, _positive(repeats, "--repeats"))
     facts, rows = machine(), []
-    for row in bench.run(active(), plan, groups):
-        _progress(f"{row.kernel} n={row.n} k={row.k} m={row.m}: {row.ratio:.2f} x {row.baseline}")
-        rows.append(row)
-    table.show([table.heading(facts), table.kernel_table(rows), *absent])
+    try:
+        for row in bench.run(active(), plan, groups):
+            _progress(f"{row.kernel} n={row.n} k={row.k} m={row.m}: {row.ratio:.2f} x {row.baseline}")
+            rows.append(row)
+    finally:  # Ctrl-C after minutes: what there is so far
+        table.show([table.heading(facts), table.kernel_table(rows), *absent])
     if json is not None:
         table.write_json(json, facts, [row.to_json() for row in rows], absent=absent)
     return 0
@@ -94,10 +96,13 @@ def rollout(
     else:
         presets = [name.strip() for name in precision.split(",")]
         contest = bench.open_contest(model, presets, predict, batch=max(batches), length=length)
-    for row in bench.race(contest, batches, prompt_tokens=prompt, new_tokens=tokens, repeats=repeats):
-        _progress(f"{row.precision} batch {row.batch}: {row.ratio:.2f} x {row.baseline}")
-        rows.append(row)
-    table.show([table.heading(facts), table.rollout_table(rows), table.memory_table(contest.memory), *contest.notes])
+    try:
+        for row in bench.race(contest, batches, prompt_tokens=prompt, new_tokens=tokens, repeats=repeats):
+            _progress(f"{row.precision} batch {row.batch}: {row.ratio:.2f} x {row.baseline}")
+            rows.append(row)
+    finally:
+        parts = [table.rollout_table(rows), table.memory_table(contest.memory), *contest.notes]
+        table.show([table.heading(facts), *parts])
     if json is not None:
         memory = [row.to_json() for row in contest.memory]
         table.write_json(json, facts, [row.to_json() for row in rows], memory=memory, notes=list(contest.notes))

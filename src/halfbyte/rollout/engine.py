@@ -141,7 +141,18 @@ class Engine:
     def generate(
         self, requests: Iterable[Request], on_finish: Callable[[Trajectory], None] | None = None
     ) -> list[Trajectory]:
-        """Run requests to their end; trajectories in order of request, then sample."""
+        """Run requests to their end; trajectories in order of request, then sample.
+
+        Raises:
+            ConfigError: requests added before are still in flight; their trajectories would be lost here.
+        """
+        if self.busy:
+            raise ConfigError(
+                f"{len(self._samples)} samples are in flight",
+                where="Engine.generate",
+                expected="an idle engine",
+                fix="call step() until it is idle, or abort()",
+            )
         requests = list(requests)
         for request in requests:
             self._check(request)
