@@ -97,7 +97,7 @@ int64_t group_grain(const Panels& w, int64_t rows) {
     // Rough cycles of one group: a pass over its weights, and the arithmetic of every row.
     const double row = w.kind == Kind::w4a4 ? 0.25 : w.kind == Kind::fp32 ? 4.0 : 1.0;
     const double cycles = static_cast<double>(kPanelGroup * w.k) * (0.5 + row * static_cast<double>(rows));
-    return std::max<int64_t>(1, static_cast<int64_t>(40000.0 / std::max(1.0, cycles)));
+    return std::max<int64_t>(1, static_cast<int64_t>(60000.0 / std::max(1.0, cycles)));
 }
 
 PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x, int64_t rows, int64_t k) : table_(linear_table(isa)) {

@@ -114,7 +114,7 @@ struct DirectTile {
 
 // Many rows: a chunk of the inner dimension of four panels is decoded once into the cache and used by all tiles of rows.
 constexpr int64_t kChunkGroups = 16;
-constexpr int kPanelsBeside = 4, kRowsBeside = 4, kDirectRows = 4;
+constexpr int kPanelsBeside = 4, kRowsBeside = 4, kDirectRows = 8;
 
 struct Decoded {
     alignas(64) __m512i operands[kPanelsBeside][kChunkGroups * 4];

@@ -197,7 +197,7 @@ void w4a4_lanes_tile(const Panels& w, int64_t panel, const uint8_t* const* a, co
     for (int r = 0; r < R; ++r) finish(w, panel, acc[r] * ((row * global[r]) * 0.25f), out[r]);
 }
 
-// Calls Tile::run<R>(panel, a, global, out) for every panel and every tile of at most R rows.
+// Calls Tile::run<R> for tiles of R rows and once for the rows that are left.
 template <class Tile, int R>
 HALFBYTE_INLINE void w4a4_rows(const Panels& w, int64_t panel, const ActivationRows& x, const RowMap& map, int64_t i, int64_t end,
                                float* out, int64_t stride) {
@@ -214,7 +214,7 @@ HALFBYTE_INLINE void w4a4_rows(const Panels& w, int64_t panel, const ActivationR
         Tile::template run<R>(w, panel, in, global, to);
     }
     if constexpr (R > 1) {
-        if (i < end) w4a4_rows<Tile, R / 2>(w, panel, x, map, i, end, out, stride);
+        if (i < end) w4a4_rows<Tile, R - 1>(w, panel, x, map, i, end, out, stride);
     }
 }
 

@@ -31,7 +31,6 @@ FLOORS = {
     "serve": 7,
     "train": 7,
     "bench": 8,
-    "bench": 8,
     "report": 8,
     "study": 8,
     "trial": 8,

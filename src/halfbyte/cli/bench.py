@@ -101,8 +101,8 @@ def rollout(
             _progress(f"{row.precision} batch {row.batch}: {row.ratio:.2f} x {row.baseline}")
             rows.append(row)
     finally:
-        parts = [table.rollout_table(rows), table.memory_table(contest.memory), *contest.notes]
-        table.show([table.heading(facts), *parts])
+        tables = table.rollout_table(rows), table.memory_table(contest.memory)
+        table.show([table.heading(facts), *tables, *contest.notes])
     if json is not None:
         memory = [row.to_json() for row in contest.memory]
         table.write_json(json, facts, [row.to_json() for row in rows], memory=memory, notes=list(contest.notes))

@@ -146,7 +146,7 @@ class Engine:
         Raises:
             ConfigError: requests added before are still in flight; their trajectories would be lost here.
         """
-        if self.busy:
+        if len(self._samples) > 0:
             raise ConfigError(
                 f"{len(self._samples)} samples are in flight",
                 where="Engine.generate",
