@@ -48,18 +48,13 @@ HALFBYTE_INLINE To bits(const From& from) {
     return to;
 }
 
-HALFBYTE_INLINE F16 splat(float x) { return F16{} + x; }
+// x - 0 is x for every x, also -0, so no subtraction is left (0 + x would remain an addition).
+HALFBYTE_INLINE F16 splat(float x) { return x - F16{}; }
 
 // a * b + c where the product is exact, so that one or two roundings are the same.
 HALFBYTE_INLINE F16 multiply_add(const F16& a, const F16& b, const F16& c) {
 #if defined(__AVX512F__)
     return bits<F16>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
-#elif defined(__FMA__)
-    struct Halves {
-        __m256 lo, hi;
-    };
-    const Halves x = bits<Halves>(a), y = bits<Halves>(b), z = bits<Halves>(c);
-    return bits<F16>(Halves{_mm256_fmadd_ps(x.lo, y.lo, z.lo), _mm256_fmadd_ps(x.hi, y.hi, z.hi)});
 #else
     return a * b + c;
 #endif

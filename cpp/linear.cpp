@@ -114,7 +114,7 @@ PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x,
         return;
     }
     const QuantiseTable& quantise = quantise_table(isa);
-    const int64_t block = rule->block(), stride = k / block * activation_block_bytes(block);
+    const int64_t block = rule->block(), stride = activation_stride(block, k);
     scratch_.emplace_back(rows * stride);
     scratch_.emplace_back(rows * 4);
     uint8_t* data = scratch_[0].as<uint8_t>();
@@ -132,7 +132,7 @@ PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x,
             }
             global[r] = rule->mode == 1 ? usual_global(scalar::from_bits(amax)) : rule->constant;
             quantise.row(x + r * k, false, k, global[r], codes.as<uint8_t>(), scales.as<uint8_t>());
-            table_.expand(rule->format, codes.as<uint8_t>(), scales.as<uint8_t>(), 1, k, data + r * stride);
+            table_.expand(rule->format, codes.as<uint8_t>(), scales.as<uint8_t>(), k, data + r * stride);
         }
     });
     if (bad < rows) bad_row_ = bad;
@@ -141,10 +141,11 @@ PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x,
 
 PreparedRows::PreparedRows(Isa isa, Format format, const uint8_t* codes, const uint8_t* scales, const float* global, int64_t rows, int64_t k)
     : table_(linear_table(isa)) {
-    const int64_t block = format == Format::nvfp4 ? 16 : 32, stride = k / block * activation_block_bytes(block);
+    const int64_t block = format == Format::nvfp4 ? 16 : 32, stride = activation_stride(block, k);
     scratch_.emplace_back(rows * stride);
-    table_.expand(format, codes, scales, rows, k, scratch_[0].as<uint8_t>());
-    rows_ = {scratch_[0].as<uint8_t>(), stride, global};
+    uint8_t* data = scratch_[0].as<uint8_t>();
+    for (int64_t r = 0; r < rows; ++r) table_.expand(format, codes + r * (k / 2), scales + r * (k / block), k, data + r * stride);
+    rows_ = {data, stride, global};
 }
 
 void PreparedRows::multiply(const Panels& w, int64_t first, int64_t last, const RowMap& map, float* out, int64_t stride) const {

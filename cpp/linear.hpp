@@ -21,6 +21,9 @@ struct ActivationRows {
 
 constexpr int64_t activation_block_bytes(int64_t block) { return block + 16; }
 
+// A cache line more than the row: strides of a power of two would put all rows into the same few sets of the cache.
+constexpr int64_t activation_stride(int64_t block, int64_t k) { return k / block * activation_block_bytes(block) + 64; }
+
 // Which input rows a product reads and where its output rows go: entries [first, first + count) of two lists; a null list is
 // 0, 1, 2, ...
 struct RowMap {
@@ -37,8 +40,8 @@ struct LinearTable {
     void (*w4a4)(const Panels&, int64_t first, int64_t last, const ActivationRows&, const RowMap&, float* out, int64_t stride);
     // The other kinds: x has w.k floats a row, already rounded to BF16 where the kind says so.
     void (*dense)(const Panels&, int64_t first, int64_t last, const float* x, const RowMap&, float* out, int64_t stride);
-    // Expands `rows` quantised rows into the form above.
-    void (*expand)(Format, const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t k, uint8_t* out);
+    // Expands one quantised row into the form above.
+    void (*expand)(Format, const uint8_t* codes, const uint8_t* scales, int64_t k, uint8_t* out);
     // Rounds to BF16 (to nearest even) and back.
     void (*round_bf16)(const float* x, int64_t count, float* out);
 };

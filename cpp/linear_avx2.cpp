@@ -27,13 +27,11 @@ struct ByteTile {
         const __m256i low = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
         const uint8_t* codes = w.codes + panel * (w.k / 16) * kGroupBytes;
         const uint8_t* scales = w.scales + panel * (w.k / block) * kPanel;
-        struct Halves {
-            __m256 low, high;
-        };
-        F16 acc[R] = {};
+        WF acc[R] = {};
         for (int64_t b = 0; b < w.k / block; ++b) {
             const int64_t at = b * activation_block_bytes(block);
             __m256i sum[R][2];
+            HALFBYTE_UNROLL
             for (int r = 0; r < R; ++r) {
                 int32_t start;
                 std::memcpy(&start, a[r] + at + block, 4);
@@ -41,15 +39,19 @@ struct ByteTile {
             }
             for (int64_t group = 0; group < block / 16; ++group) {
                 const uint8_t* from = codes + (b * (block / 16) + group) * kGroupBytes;
+                HALFBYTE_UNROLL
                 for (int half = 0; half < 2; ++half) {
                     __m256i operand[4];
+                    HALFBYTE_UNROLL
                     for (int run = 0; run < 2; ++run) {
                         const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + run * 64 + half * 32));
                         operand[2 * run] = _mm256_shuffle_epi8(table, _mm256_and_si256(v, low));
                         operand[2 * run + 1] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(v, 4), low));
                     }
+                    HALFBYTE_UNROLL
                     for (int r = 0; r < R; ++r) {
                         __m256i pairs = _mm256_setzero_si256();
+                        HALFBYTE_UNROLL
                         for (int j = 0; j < 4; ++j) {
                             int32_t four;
                             std::memcpy(&four, a[r] + at + group * 16 + j * 4, 4);
@@ -59,15 +61,17 @@ struct ByteTile {
                     }
                 }
             }
-            const F16 scale = block_scale<F>(scales + b * kPanel);
+            const WF scale = block_scale<F>(scales + b * kPanel);
+            HALFBYTE_UNROLL
             for (int r = 0; r < R; ++r) {
                 float own;
                 std::memcpy(&own, a[r] + at + block + 4, 4);
-                const F16 dot = bits<F16>(Halves{_mm256_cvtepi32_ps(sum[r][0]), _mm256_cvtepi32_ps(sum[r][1])});
+                const WF dot{{(RF)_mm256_cvtepi32_ps(sum[r][0]), (RF)_mm256_cvtepi32_ps(sum[r][1])}};
                 acc[r] = acc[r] + dot * (scale * own);
             }
         }
-        const F16 row = load<F16>(w.row_scale + panel * kPanel);
+        const WF row = wide(w.row_scale + panel * kPanel);
+        HALFBYTE_UNROLL
         for (int r = 0; r < R; ++r) finish(w, panel, acc[r] * ((row * global[r]) * 0.25f), out[r]);
     }
 };

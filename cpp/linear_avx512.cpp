@@ -58,68 +58,92 @@ HALFBYTE_INLINE __m512 decode_scale(const uint8_t* bytes) {
     }
 }
 
-// Adds one block of R rows and P panels; `operand` has 4 vectors for each 16 inputs. A row's codes are loaded once for all panels.
-template <Format F, int R, int P>
-HALFBYTE_INLINE void add_block(const __m512i* const* operand, const __m512* scale, const uint8_t* const* a, int64_t at, __m512 (*acc)[P]) {
+// Adds `blocks` blocks of R rows (their codes start at byte `at`) and P panels to sums[r * apart + p]. `source(b)` yields the block's
+// operands, 4 vectors of each panel for 16 inputs, then those of the next 16, `source.apart` vectors further, and its scales. A
+// row's codes are loaded once for all panels.
+template <Format F, int R, int P, class Source>
+HALFBYTE_INLINE void add_blocks(Source& source, int64_t blocks, const uint8_t* const* a, int64_t at, __m512* sums, int apart) {
     constexpr int block = F == Format::nvfp4 ? 16 : 32;
+    __m512 acc[R][P];
+    HALFBYTE_UNROLL
     for (int r = 0; r < R; ++r) {
-        const uint8_t* x = a[r] + at;
-        __m512i sum[P];
-        for (int p = 0; p < P; ++p) sum[p] = _mm512_set1_epi32(word<int32_t>(x + block));
-        for (int j = 0; j < block / 4; ++j) {
-            const __m512i four = _mm512_set1_epi32(word<int32_t>(x + j * 4));
-            for (int p = 0; p < P; ++p) sum[p] = _mm512_dpbusd_epi32(sum[p], operand[p][j], four);
+        HALFBYTE_UNROLL
+        for (int p = 0; p < P; ++p) acc[r][p] = sums[r * apart + p];
+    }
+    for (int64_t b = 0; b < blocks; ++b) {
+        source.move_to(b);
+        const __m512i* operand = source.operand;
+        const __m512* scale = source.scale;
+        HALFBYTE_UNROLL
+        for (int r = 0; r < R; ++r) {
+            const uint8_t* x = a[r] + at;
+            __m512i sum[P];
+            for (int p = 0; p < P; ++p) sum[p] = _mm512_set1_epi32(word<int32_t>(x + block));
+            for (int j = 0; j < block / 4; ++j) {
+                const __m512i four = _mm512_set1_epi32(word<int32_t>(x + j * 4));
+                for (int p = 0; p < P; ++p)
+                    sum[p] = _mm512_dpbusd_epi32(sum[p], operand[j / 4 * Source::apart + p * 4 + j % 4], four);
+            }
+            const __m512 own = _mm512_set1_ps(word<float>(x + block + 4));
+            if constexpr (F == Format::nvfp4) {
+                const __m512 back = _mm512_set1_ps(word<float>(x + block + 8));
+                for (int p = 0; p < P; ++p)
+                    acc[r][p] = _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_castsi512_ps(sum[p]), own, back), scale[p], acc[r][p]);
+            } else {
+                for (int p = 0; p < P; ++p)
+                    acc[r][p] = _mm512_add_ps(acc[r][p], _mm512_mul_ps(_mm512_cvtepi32_ps(sum[p]), _mm512_mul_ps(own, scale[p])));
+            }
         }
-        const __m512 own = _mm512_set1_ps(word<float>(x + block + 4));
-        if constexpr (F == Format::nvfp4) {
-            const __m512 back = _mm512_set1_ps(word<float>(x + block + 8));
-            for (int p = 0; p < P; ++p)
-                acc[r][p] = _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_castsi512_ps(sum[p]), own, back), scale[p], acc[r][p]);
-        } else {
-            for (int p = 0; p < P; ++p)
-                acc[r][p] = _mm512_add_ps(acc[r][p], _mm512_mul_ps(_mm512_cvtepi32_ps(sum[p]), _mm512_mul_ps(own, scale[p])));
-        }
+        at += activation_block_bytes(block);
+    }
+    HALFBYTE_UNROLL
+    for (int r = 0; r < R; ++r) {
+        HALFBYTE_UNROLL
+        for (int p = 0; p < P; ++p) sums[r * apart + p] = acc[r][p];
     }
 }
 
 // Few rows: decode and use at once.
 template <Format F>
+struct DirectSource {
+    static constexpr int groups = F == Format::nvfp4 ? 1 : 2, apart = 4;
+    static constexpr int64_t ahead = 4096;  // past a page the hardware's prefetcher starts anew; panels follow each other in memory
+    const uint8_t *codes, *bytes;
+    __m512i operand[4 * groups];
+    __m512 scale[1];
+
+    HALFBYTE_INLINE void move_to(int64_t b) {
+        for (int line = 0; line < 2 * groups; ++line)
+            _mm_prefetch(reinterpret_cast<const char*>(codes + ahead + line * 64), _MM_HINT_T1);
+        if (b % 4 == 0) _mm_prefetch(reinterpret_cast<const char*>(bytes + ahead / 8), _MM_HINT_T1);
+        for (int g = 0; g < groups; ++g) decode_group(codes + g * kGroupBytes, operand + 4 * g);
+        scale[0] = decode_scale<F>(bytes);
+        codes += groups * kGroupBytes;
+        bytes += kPanel;
+    }
+};
+
+template <Format F>
 struct DirectTile {
     template <int R>
     static void run(const Panels& w, int64_t panel, const uint8_t* const* a, const float* global, float* const* out) {
-        constexpr int block = F == Format::nvfp4 ? 16 : 32, groups = block / 16;
-        const uint8_t* codes = w.codes + panel * (w.k / 16) * kGroupBytes;
-        const uint8_t* scales = w.scales + panel * (w.k / block) * kPanel;
-        __m512 acc[R][1];
-        for (int r = 0; r < R; ++r) acc[r][0] = _mm512_setzero_ps();
-        for (int64_t b = 0; b < w.k / block; ++b) {
-            // Past a page the hardware starts anew; the next panel follows this one in memory.
-            for (int line = 0; line < 2 * groups; ++line)
-                _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + line * 64), _MM_HINT_T0);
-            if (b % 4 == 0) _mm_prefetch(reinterpret_cast<const char*>(scales + kAhead / 8), _MM_HINT_T0);
-            __m512i operand[4 * groups];
-            for (int g = 0; g < groups; ++g) decode_group(codes + g * kGroupBytes, operand + 4 * g);
-            const __m512i* const operands = operand;
-            const __m512 scale = decode_scale<F>(scales);
-            add_block<F, R, 1>(&operands, &scale, a, b * activation_block_bytes(block), acc);
-            codes += groups * kGroupBytes;
-            scales += kPanel;
-        }
-        const F16 row = load<F16>(w.row_scale + panel * kPanel);
-        for (int r = 0; r < R; ++r) finish(w, panel, bits<F16>(acc[r][0]) * ((row * global[r]) * 0.25f), out[r]);
+        constexpr int block = F == Format::nvfp4 ? 16 : 32;
+        DirectSource<F> source{w.codes + panel * (w.k / 16) * kGroupBytes, w.scales + panel * (w.k / block) * kPanel, {}, {}};
+        __m512 sums[R] = {};
+        add_blocks<F, R, 1>(source, w.k / block, a, 0, sums, 1);
+        const WF row = wide(w.row_scale + panel * kPanel);
+        for (int r = 0; r < R; ++r) finish(w, panel, wide(&sums[r]) * ((row * global[r]) * 0.25f), out[r]);
     }
-
-    static constexpr int64_t kAhead = 4096;
 };
 
 // Many rows: a chunk of the inner dimension of four panels is decoded once into the cache and used by all tiles of rows.
-constexpr int64_t kChunkGroups = 16;
+constexpr int64_t kChunkGroups = 16, kRowsChunked = 64;
 constexpr int kPanelsBeside = 4, kRowsBeside = 4, kDirectRows = 8;
 
 struct Decoded {
-    alignas(64) __m512i operands[kPanelsBeside][kChunkGroups * 4];
+    __m512i operands[kChunkGroups][kPanelsBeside][4];
     __m512 scales[kChunkGroups][kPanelsBeside];
-    __m512 sums[kRowBlock][kPanelsBeside];
+    __m512 sums[kRowsChunked][kPanelsBeside];
 };
 
 template <Format F>
@@ -129,7 +153,7 @@ HALFBYTE_INLINE void decode_chunk(const uint8_t* codes, const uint8_t* bytes, in
         // The next chunk of this panel: it arrives while the rows use this one.
         for (int line = 0; line < 2; ++line)
             _mm_prefetch(reinterpret_cast<const char*>(codes + (kChunkGroups + g) * kGroupBytes + line * 64), _MM_HINT_T0);
-        decode_group(codes + g * kGroupBytes, to.operands[panel] + 4 * g);
+        decode_group(codes + g * kGroupBytes, to.operands[g][panel]);
     }
     for (int64_t b = 0; b < blocks; ++b) {
         if (b % 4 == 0) _mm_prefetch(reinterpret_cast<const char*>(bytes + (kChunkGroups / groups + b) * kPanel), _MM_HINT_T0);
@@ -137,19 +161,23 @@ HALFBYTE_INLINE void decode_chunk(const uint8_t* codes, const uint8_t* bytes, in
     }
 }
 
+template <Format F>
+struct DecodedSource {
+    static constexpr int apart = 4 * kPanelsBeside;
+    const Decoded& d;
+    const __m512i* operand;
+    const __m512* scale;
+
+    HALFBYTE_INLINE void move_to(int64_t b) {
+        operand = d.operands[b * (F == Format::nvfp4 ? 1 : 2)][0];
+        scale = d.scales[b];
+    }
+};
+
 template <Format F, int R, int P>
 void tile_chunk(Decoded& d, int64_t blocks, const uint8_t* const* a, int64_t at, int64_t row) {
-    constexpr int block = F == Format::nvfp4 ? 16 : 32;
-    __m512 acc[R][P];
-    for (int r = 0; r < R; ++r)
-        for (int p = 0; p < P; ++p) acc[r][p] = d.sums[row + r][p];
-    for (int64_t b = 0; b < blocks; ++b) {
-        const __m512i* operands[P];
-        for (int p = 0; p < P; ++p) operands[p] = d.operands[p] + b * (block / 4);
-        add_block<F, R, P>(operands, d.scales[b], a + row, at + b * activation_block_bytes(block), acc);
-    }
-    for (int r = 0; r < R; ++r)
-        for (int p = 0; p < P; ++p) d.sums[row + r][p] = acc[r][p];
+    DecodedSource<F> source{d, nullptr, nullptr};
+    add_blocks<F, R, P>(source, blocks, a + row, at, d.sums[row], kPanelsBeside);
 }
 
 // `rows` rows from entry `from` of the map, panels [first, first + P).
@@ -176,8 +204,8 @@ void panels_chunked(const Panels& w, int64_t first, const ActivationRows& x, con
     for (int64_t r = 0; r < rows; ++r) {
         const float global = x.global[map.input(from + r)];
         for (int p = 0; p < P; ++p) {
-            const F16 row = load<F16>(w.row_scale + (first + p) * kPanel);
-            finish(w, first + p, bits<F16>(d.sums[r][p]) * ((row * global) * 0.25f), out + map.output(from + r) * stride);
+            const WF row = wide(w.row_scale + (first + p) * kPanel);
+            finish(w, first + p, wide(&d.sums[r][p]) * ((row * global) * 0.25f), out + map.output(from + r) * stride);
         }
     }
 }
@@ -186,9 +214,9 @@ template <Format F>
 void chunked(const Panels& w, int64_t first, int64_t last, const ActivationRows& x, const RowMap& map, float* out, int64_t stride) {
     const Scratch memory(sizeof(Decoded));
     Decoded& d = *memory.as<Decoded>();
-    for (int64_t from = 0; from < map.count; from += kRowBlock) {
-        const int64_t rows = map.count - from < kRowBlock ? map.count - from : kRowBlock;
-        const uint8_t* a[kRowBlock];
+    for (int64_t from = 0; from < map.count; from += kRowsChunked) {
+        const int64_t rows = map.count - from < kRowsChunked ? map.count - from : kRowsChunked;
+        const uint8_t* a[kRowsChunked];
         for (int64_t r = 0; r < rows; ++r) a[r] = x.data + map.input(from + r) * x.stride;
         int64_t p = first;
         for (; p + kPanelsBeside <= last; p += kPanelsBeside)

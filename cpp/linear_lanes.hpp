@@ -1,17 +1,17 @@
 // The products written over sixteen-lane vectors, for every instruction set (w4a4: for those without a byte dot product).
 #pragma once
 
-#include "lanes.hpp"
 #include "linear.hpp"
 #include "scalar.hpp"
+#include "wide.hpp"
 
 namespace halfbyte {
 namespace HALFBYTE_ISA {
 
 // Rows and panels computed side by side: as many accumulators as registers allow.
 #if defined(__AVX512F__)
-constexpr int kRows = 8;
-constexpr int panels_beside(int rows) { return rows == 8 ? 2 : rows == 1 ? 8 : 4; }
+constexpr int kRows = 4;
+constexpr int panels_beside(int rows) { return rows == 1 ? 8 : 4; }
 #elif defined(__AVX2__)
 constexpr int kRows = 2;
 constexpr int panels_beside(int rows) { return rows == 2 ? 2 : 4; }
@@ -21,108 +21,125 @@ constexpr int panels_beside(int rows) { return rows == 2 ? 1 : 2; }
 #endif
 constexpr int64_t kRowBlock = 64;  // rows that share one pass over a panel, so that they stay in the cache
 
-HALFBYTE_INLINE void finish(const Panels& w, int64_t panel, F16 y, float* row) {
-    if (w.bias != nullptr) y = y + load<F16>(w.bias + panel * kPanel);
+HALFBYTE_INLINE void finish(const Panels& w, int64_t panel, WF y, float* row) {
+    if (w.bias != nullptr) y = y + wide(w.bias + panel * kPanel);
     const int64_t left = w.n - panel * kPanel;
-    if (left >= kPanel) {
-        store(row + panel * kPanel, y);
-    } else {
-        std::memcpy(row + panel * kPanel, &y, static_cast<size_t>(left) * 4);
-    }
+    std::memcpy(row + panel * kPanel, &y, left >= kPanel ? 64 : static_cast<size_t>(left) * 4);
 }
 
 template <int R, int P>
 void bf16_tile(const Panels& w, int64_t panel, const float* const* x, float* const* out) {
-    const uint8_t* base[P];
-    for (int p = 0; p < P; ++p) base[p] = static_cast<const uint8_t*>(w.dense) + (panel + p) * w.dense_panel_bytes();
-    F16 acc[R][P] = {};
+    const uint8_t* base = static_cast<const uint8_t*>(w.dense) + panel * w.dense_panel_bytes();
+    const int64_t apart = w.dense_panel_bytes();
+    WF acc[R][P] = {};
     for (int64_t k = 0; k + 1 < w.k; k += 2) {
-        F16 even[P], odd[P];
+        WF even[P], odd[P];
+        HALFBYTE_UNROLL
         for (int p = 0; p < P; ++p) {
-            const U16 both = load<U16>(base[p] + k * 32);
-            even[p] = bits<F16>(both << 16);
-            odd[p] = bits<F16>(both & 0xFFFF0000u);
+            __builtin_prefetch(base + p * apart + k * 32 + 2048);
+            even[p] = first_bf16(base + p * apart + k * 32);
+            odd[p] = second_bf16(base + p * apart + k * 32);
         }
+        HALFBYTE_UNROLL
         for (int r = 0; r < R; ++r) {
-            const F16 first = splat(x[r][k]), second = splat(x[r][k + 1]);
-            for (int p = 0; p < P; ++p) acc[r][p] = multiply_add(first, even[p], acc[r][p]);
-            for (int p = 0; p < P; ++p) acc[r][p] = multiply_add(second, odd[p], acc[r][p]);
+            HALFBYTE_UNROLL
+            for (int p = 0; p < P; ++p) acc[r][p] = fused(x[r][k], even[p], acc[r][p]);
+            HALFBYTE_UNROLL
+            for (int p = 0; p < P; ++p) acc[r][p] = fused(x[r][k + 1], odd[p], acc[r][p]);
         }
     }
-    if (w.k % 2 != 0) {
-        for (int p = 0; p < P; ++p) {
-            const F16 last = bits<F16>(load<U16>(base[p] + (w.k - 1) * 32) << 16);
-            for (int r = 0; r < R; ++r) acc[r][p] = multiply_add(splat(x[r][w.k - 1]), last, acc[r][p]);
-        }
+    HALFBYTE_UNROLL
+    for (int p = 0; p < P; ++p) {
+        const WF last = first_bf16(base + p * apart + (w.k - 1) / 2 * 64);  // of an odd k; else not used
+        HALFBYTE_UNROLL
+        for (int r = 0; r < R; ++r) finish(w, panel + p, w.k % 2 == 0 ? acc[r][p] : fused(x[r][w.k - 1], last, acc[r][p]), out[r]);
     }
-    for (int r = 0; r < R; ++r)
-        for (int p = 0; p < P; ++p) finish(w, panel + p, acc[r][p], out[r]);
 }
 
+typedef double RD __attribute__((vector_size(kRegisterBytes)));
+typedef float HalfRF __attribute__((vector_size(kRegisterBytes / 2)));
+constexpr int kDoubles = 2 * kRegisters;
+
+HALFBYTE_INLINE RD fused(const RD& a, const RD& b, const RD& c) {
+#if defined(__AVX512F__)
+    return (RD)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__FMA__)
+    return (RD)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#else
+    return a * b + c;
+#endif
+}
+
+// The product of two floats is exact in double, so a fused multiply-add is the definition's multiply and add.
 template <int R, int P>
 void fp32_tile(const Panels& w, int64_t panel, const float* const* x, float* const* out) {
-    const float* base[P];
-    for (int p = 0; p < P; ++p) base[p] = static_cast<const float*>(w.dense) + (panel + p) * w.k * kPanel;
-    D8 low[R][P] = {}, high[R][P] = {};
+    constexpr int lanes = kRegisterBytes / 8;
+    const float* base = static_cast<const float*>(w.dense) + panel * w.k * kPanel;
+    const int64_t apart = w.k * kPanel;
+    RD acc[P][R][kDoubles] = {};
     for (int64_t k = 0; k < w.k; ++k) {
+        HALFBYTE_UNROLL
         for (int p = 0; p < P; ++p) {
-            const D8 a = __builtin_convertvector(load<F8>(base[p] + k * kPanel), D8);
-            const D8 b = __builtin_convertvector(load<F8>(base[p] + k * kPanel + 8), D8);
-            for (int r = 0; r < R; ++r) {
-                const double v = x[r][k];
-                low[r][p] += a * v;
-                high[r][p] += b * v;
+            HALFBYTE_UNROLL
+            for (int i = 0; i < kDoubles; ++i) {
+                const RD v = __builtin_convertvector(load<HalfRF>(base + p * apart + k * kPanel + i * lanes), RD);
+                HALFBYTE_UNROLL
+                for (int r = 0; r < R; ++r) acc[p][r][i] = fused(static_cast<double>(x[r][k]) - RD{}, v, acc[p][r][i]);
             }
         }
     }
-    for (int r = 0; r < R; ++r) {
-        for (int p = 0; p < P; ++p) {
-            struct {
-                F8 low, high;
-            } y{__builtin_convertvector(low[r][p], F8), __builtin_convertvector(high[r][p], F8)};
-            finish(w, panel + p, bits<F16>(y), out[r]);
+    HALFBYTE_UNROLL
+    for (int p = 0; p < P; ++p) {
+        HALFBYTE_UNROLL
+        for (int r = 0; r < R; ++r) {
+            float y[16];
+            HALFBYTE_UNROLL
+            for (int i = 0; i < kDoubles; ++i) store(y + i * lanes, __builtin_convertvector(acc[p][r][i], HalfRF));
+            finish(w, panel + p, wide(y), out[r]);
         }
     }
 }
 
 template <Format F>
-HALFBYTE_INLINE F16 block_scale(const uint8_t* p) {
-    if constexpr (F == Format::nvfp4) {
-        return decode_e4m3(p);
-    } else {
-        return decode_e8m0(p);
-    }
+HALFBYTE_INLINE WF block_scale(const uint8_t* p) {
+    return F == Format::nvfp4 ? e4m3(p) : e8m0(p);
 }
 
 template <Format F, int R, int P>
 void w4a16_tile(const Panels& w, int64_t panel, const float* const* x, float* const* out) {
     constexpr int64_t block = F == Format::nvfp4 ? 16 : 32;
-    const uint8_t *codes[P], *scales[P];
-    for (int p = 0; p < P; ++p) {
-        codes[p] = w.codes + (panel + p) * (w.k / 16) * kGroupBytes;
-        scales[p] = w.scales + (panel + p) * (w.k / block) * kPanel;
-    }
-    F16 acc[R][P] = {};
+    const uint8_t* codes = w.codes + panel * (w.k / 16) * kGroupBytes;
+    const uint8_t* scales = w.scales + panel * (w.k / block) * kPanel;
+    const int64_t codes_apart = w.k / 16 * kGroupBytes, scales_apart = w.k / block * kPanel;
+    WF acc[R][P] = {};
     for (int64_t k = 0; k < w.k; k += 16) {
-        F16 scale[P];
-        for (int p = 0; p < P; ++p) scale[p] = block_scale<F>(scales[p] + k / block * kPanel);
+        WF scale[P];
+        HALFBYTE_UNROLL
+        for (int p = 0; p < P; ++p) scale[p] = block_scale<F>(scales + p * scales_apart + k / block * kPanel);
         for (int j = 0; j < 16; ++j) {
             const int run = j / 8, shift = 8 * (j % 4) + 4 * (j / 4 % 2);
+            HALFBYTE_UNROLL
             for (int p = 0; p < P; ++p) {
-                const F16 v = decode_e2m1(load<U16>(codes[p] + k * 8 + run * 64) >> shift) * scale[p];
-                for (int r = 0; r < R; ++r) acc[r][p] = multiply_add(splat(x[r][k + j]), v, acc[r][p]);
+                const WF v = e2m1(codes + p * codes_apart + k * 8 + run * 64, static_cast<uint32_t>(shift)) * scale[p];
+                HALFBYTE_UNROLL
+                for (int r = 0; r < R; ++r) acc[r][p] = fused(x[r][k + j], v, acc[r][p]);
             }
         }
     }
-    for (int r = 0; r < R; ++r)
-        for (int p = 0; p < P; ++p)
-            finish(w, panel + p, acc[r][p] * load<F16>(w.row_scale + (panel + p) * kPanel), out[r]);
+    HALFBYTE_UNROLL
+    for (int p = 0; p < P; ++p) {
+        const WF row = wide(w.row_scale + (panel + p) * kPanel);
+        HALFBYTE_UNROLL
+        for (int r = 0; r < R; ++r) finish(w, panel + p, acc[r][p] * row, out[r]);
+    }
 }
 
 template <Kind K, int R, int P>
 HALFBYTE_INLINE void dense_tile(const Panels& w, int64_t panel, const float* const* x, float* const* out) {
     if constexpr (K == Kind::fp32) {
-        fp32_tile<R, P>(w, panel, x, out);
+        // Doubles take twice the registers.
+        constexpr int Q = R * P <= 4 ? P : R >= 4 ? 1 : 4 / R;
+        for (int p = 0; p < P; p += Q) fp32_tile<R, Q>(w, panel + p, x, out);
     } else if constexpr (K == Kind::bf16) {
         bf16_tile<R, P>(w, panel, x, out);
     } else if (w.format == Format::nvfp4) {
@@ -177,23 +194,26 @@ void w4a4_lanes_tile(const Panels& w, int64_t panel, const uint8_t* const* a, co
     constexpr int64_t block = F == Format::nvfp4 ? 16 : 32;
     const uint8_t* codes = w.codes + panel * (w.k / 16) * kGroupBytes;
     const uint8_t* scales = w.scales + panel * (w.k / block) * kPanel;
-    F16 acc[R] = {};
+    WF acc[R] = {};
     for (int64_t b = 0; b < w.k / block; ++b) {
         const int64_t at = b * activation_block_bytes(block);
-        F16 dot[R] = {};
+        WF dot[R] = {};
         for (int64_t j = 0; j < block; ++j) {
             const int64_t run = j / 8, shift = 8 * (j % 4) + 4 * (j / 4 % 2);
-            const F16 v = decode_e2m1(load<U16>(codes + b * (block / 16) * kGroupBytes + run * 64) >> static_cast<uint32_t>(shift)) * 2.0f;
-            for (int r = 0; r < R; ++r) dot[r] = multiply_add(splat(static_cast<float>(static_cast<int8_t>(a[r][at + j]))), v, dot[r]);
+            const WF v = e2m1(codes + b * (block / 16) * kGroupBytes + run * 64, static_cast<uint32_t>(shift)) * 2.0f;
+            HALFBYTE_UNROLL
+            for (int r = 0; r < R; ++r) dot[r] = fused(static_cast<float>(static_cast<int8_t>(a[r][at + j])), v, dot[r]);
         }
-        const F16 scale = block_scale<F>(scales + b * kPanel);
+        const WF scale = block_scale<F>(scales + b * kPanel);
+        HALFBYTE_UNROLL
         for (int r = 0; r < R; ++r) {
             float own;
             std::memcpy(&own, a[r] + at + block + 4, 4);
             acc[r] = acc[r] + dot[r] * (scale * own);
         }
     }
-    const F16 row = load<F16>(w.row_scale + panel * kPanel);
+    const WF row = wide(w.row_scale + panel * kPanel);
+    HALFBYTE_UNROLL
     for (int r = 0; r < R; ++r) finish(w, panel, acc[r] * ((row * global[r]) * 0.25f), out[r]);
 }
 
@@ -237,9 +257,9 @@ struct LanesTile {
 inline void w4a4_lanes(const Panels& w, int64_t first, int64_t last, const ActivationRows& x, const RowMap& map, float* out,
                        int64_t stride) {
     if (w.format == Format::nvfp4) {
-        w4a4_panels<LanesTile<Format::nvfp4>, 4>(w, first, last, x, map, out, stride);
+        w4a4_panels<LanesTile<Format::nvfp4>, 2>(w, first, last, x, map, out, stride);
     } else {
-        w4a4_panels<LanesTile<Format::mxfp4>, 4>(w, first, last, x, map, out, stride);
+        w4a4_panels<LanesTile<Format::mxfp4>, 2>(w, first, last, x, map, out, stride);
     }
 }
 
@@ -252,10 +272,10 @@ struct PlainBlock {
 };
 
 template <class Block>
-void expand(Format format, const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t k, uint8_t* out) {
+void expand(Format format, const uint8_t* codes, const uint8_t* scales, int64_t k, uint8_t* out) {
     static const int8_t doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     const int64_t block = format == Format::nvfp4 ? 16 : 32;
-    for (int64_t b = 0; b < rows * (k / block); ++b) {
+    for (int64_t b = 0; b < k / block; ++b) {
         int32_t sum = 0;
 #if defined(__AVX2__)
         const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(doubled)), low = _mm_set1_epi8(15);

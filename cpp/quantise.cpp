@@ -142,7 +142,7 @@ void register_quantise(nb::module_& m) {
     nb::class_<Rule>(m, "Rule", "The part of a QuantSpec that native quantisation needs.")
         .def("__init__",
              [](Rule* self, int format, int mode, float constant) {
-                 new (self) Rule{static_cast<Format>(format), mode, mode == 3 ? 1.0f : constant, true};
+                 new (self) Rule{static_cast<Format>(format), mode, mode == 3 ? 1.0f : constant};
              },
              nb::arg("format"), nb::arg("mode"), nb::arg("constant"));
 

@@ -8,12 +8,11 @@
 
 namespace halfbyte {
 
-// The fields of halfbyte.formats.QuantSpec that quantisation needs; `usual` marks the default arithmetic, which has fast code.
+// The fields of halfbyte.formats.QuantSpec that quantisation needs. Only the default arithmetic is native.
 struct Rule {
     Format format = Format::nvfp4;
     int mode = 1;  // 0 tensor, 1 token, 2 constant, 3 none
     float constant = 1.0f;
-    bool usual = true;
 
     HALFBYTE_INLINE int64_t block() const { return format == Format::nvfp4 ? 16 : 32; }
 };

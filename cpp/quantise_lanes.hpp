@@ -1,40 +1,44 @@
-// Quantise and dequantise with sixteen-lane vectors: the code of the generic and the AVX2 tables.
+// Quantise and dequantise with this instruction set's own registers: the code of the generic and the AVX2 tables.
 #pragma once
 
-#include "lanes.hpp"
 #include "quantise.hpp"
 #include "scalar.hpp"
+#include "wide.hpp"
 
 namespace halfbyte {
 namespace HALFBYTE_ISA {
 
+constexpr int kLanes = kRegisterBytes / 4;
+typedef uint16_t RH __attribute__((vector_size(kRegisterBytes / 2)));
+
 template <bool Bf16>
-HALFBYTE_INLINE F16 load_values(const void* x, int64_t i) {
+HALFBYTE_INLINE RU value_bits(const void* x, int64_t i) {
     if constexpr (Bf16) {
-        typedef uint16_t H16 __attribute__((vector_size(32)));
-        const U16 wide = __builtin_convertvector(load<H16>(static_cast<const uint16_t*>(x) + i), U16);
-        return bits<F16>(wide << 16);
+        return __builtin_convertvector(load<RH>(static_cast<const uint16_t*>(x) + i), RU) << 16;
     } else {
-        return load<F16>(static_cast<const float*>(x) + i);
+        return load<RU>(static_cast<const float*>(x) + i);
     }
 }
 
-HALFBYTE_INLINE uint32_t largest(const U16& v) {
-    uint32_t top = 0;
-    for (int i = 0; i < 16; ++i) top = v[i] > top ? v[i] : top;
+// Larger of two non-negative numbers as signed integers.
+HALFBYTE_INLINE RI larger(const RI& a, const RI& b) {
+    const RI more = a > b;
+    return (a & more) | (b & ~more);
+}
+
+HALFBYTE_INLINE uint32_t largest(const RI& v) {
+    uint32_t lanes[kLanes], top = 0;
+    store(lanes, v);
+    for (int i = 0; i < kLanes; ++i) top = lanes[i] > top ? lanes[i] : top;
     return top;
 }
 
 template <bool Bf16>
 uint32_t amax_bits_of(const void* x, int64_t count) {
-    I16 top{};
+    RI top{};
     int64_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        const I16 v = bits<I16>(load_values<Bf16>(x, i)) & 0x7FFFFFFF;
-        const I16 more = v > top;
-        top = (v & more) | (top & ~more);
-    }
-    uint32_t best = largest(bits<U16>(top));
+    for (; i + kLanes <= count; i += kLanes) top = larger((RI)(value_bits<Bf16>(x, i) & 0x7FFFFFFFu), top);
+    uint32_t best = largest(top);
     for (; i < count; ++i) {
         const uint32_t v = scalar::float_bits(scalar::value(x, Bf16, i)) & 0x7FFFFFFFu;
         best = v > best ? v : best;
@@ -47,25 +51,32 @@ inline uint32_t amax_bits(const void* x, bool bf16, int64_t count) {
 }
 
 // Codes of z by counting the midpoints below it; a tie goes to the even code.
-HALFBYTE_INLINE U16 encode_e2m1(const F16& z) {
-    const U16 b = bits<U16>(z);
-    const F16 a = bits<F16>(b & 0x7FFFFFFFu);
-    const I16 below = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
-    const I16 nonzero = below != 0;
-    return bits<U16>(-below) | (bits<U16>(nonzero) & ((b >> 28) & 8u));
+HALFBYTE_INLINE RU codes_of(const RF& z) {
+    const RU b = (RU)z;
+    const RF a = (RF)(b & 0x7FFFFFFFu);
+    const RI below = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+    return (RU)(-below) | ((RU)(below != 0) & ((b >> 28) & 8u));
 }
 
 template <bool Bf16>
 void usual_row(const void* x, int64_t k, float global, uint8_t* codes, uint8_t* scales) {
     for (int64_t b = 0; b < k / 16; ++b) {
-        const F16 v = load_values<Bf16>(x, b * 16);
-        const uint32_t top = largest(bits<U16>(v) & 0x7FFFFFFFu);
-        const uint8_t byte = scalar::encode_e4m3((scalar::from_bits(top) / 6.0f) / global);
+        RU v[kRegisters];
+        RI top{};
+        HALFBYTE_UNROLL
+        for (int i = 0; i < kRegisters; ++i) {
+            v[i] = value_bits<Bf16>(x, b * 16 + i * kLanes);
+            top = larger((RI)(v[i] & 0x7FFFFFFFu), top);
+        }
+        const uint8_t byte = scalar::encode_e4m3((scalar::from_bits(largest(top)) / 6.0f) / global);
         const float s = scalar::decode_e4m3(byte) * global;
         scales[b] = byte;
         uint64_t packed = 0;
         if (s > 0.0f) {
-            const U16 code = encode_e2m1(v / s);
+            uint32_t code[16];
+            HALFBYTE_UNROLL
+            for (int i = 0; i < kRegisters; ++i) store(code + i * kLanes, codes_of((RF)v[i] / all(s)));
+            HALFBYTE_UNROLL
             for (int i = 0; i < 16; ++i) packed |= static_cast<uint64_t>(code[i]) << (4 * i);
         }
         std::memcpy(codes + b * 8, &packed, 8);
@@ -76,24 +87,31 @@ inline void usual_row_any(const void* x, bool bf16, int64_t k, float global, uin
     bf16 ? usual_row<true>(x, k, global, codes, scales) : usual_row<false>(x, k, global, codes, scales);
 }
 
-inline void dequantise_row(Format format, const uint8_t* codes, const uint8_t* scales, float global, int64_t k, void* out, bool bf16) {
+template <bool Bf16>
+void dequantise_any(Format format, const uint8_t* codes, const uint8_t* scales, float global, int64_t k, void* out) {
     const int64_t block = format == Format::nvfp4 ? 16 : 32;
-    const U16 shifts = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
     for (int64_t i = 0; i < k; i += 16) {
         const uint8_t byte = scales[i / block];
         const float s = format == Format::nvfp4 ? scalar::decode_e4m3(byte) : scalar::decode_e8m0(byte);
-        uint32_t word[2];
-        std::memcpy(word, codes + i / 2, 8);
-        U16 code;
-        for (int j = 0; j < 16; ++j) code[j] = word[j / 8];
-        const F16 value = (decode_e2m1((code >> shifts) & 15u) * s) * global;
-        if (bf16) {
-            typedef uint16_t H16 __attribute__((vector_size(32)));
-            store(static_cast<uint16_t*>(out) + i, __builtin_convertvector(round_bf16_bits(bits<U16>(value)), H16));
-        } else {
-            store(static_cast<float*>(out) + i, value);
+        uint32_t code[16];
+        HALFBYTE_UNROLL
+        for (int j = 0; j < 16; ++j) code[j] = codes[i / 2 + j / 2] >> (j % 2 * 4);
+        HALFBYTE_UNROLL
+        for (int j = 0; j < kRegisters; ++j) {
+            const RF value = (e2m1(load<RU>(code + j * kLanes)) * all(s)) * all(global);
+            if constexpr (Bf16) {
+                const RU b = (RU)value;
+                store(static_cast<uint16_t*>(out) + i + j * kLanes,
+                      __builtin_convertvector((b + 0x7FFFu + ((b >> 16) & 1u)) >> 16, RH));
+            } else {
+                store(static_cast<float*>(out) + i + j * kLanes, value);
+            }
         }
     }
+}
+
+inline void dequantise_row(Format format, const uint8_t* codes, const uint8_t* scales, float global, int64_t k, void* out, bool bf16) {
+    bf16 ? dequantise_any<true>(format, codes, scales, global, k, out) : dequantise_any<false>(format, codes, scales, global, k, out);
 }
 
 }  // namespace HALFBYTE_ISA

@@ -42,8 +42,14 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
+Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]
 AnySection = TypeVar("AnySection", bound=BaseModel)
 PrecisionChoice = Text | dict[str, Any]
+#: What other trainers call our keys, for suggestions.
+_ALIASES = {
+    "learning_rate": "lr", "max_grad_norm": "clip_norm", "num_generations": "samples_per_prompt",
+    "max_new_tokens": "max_tokens", "max_steps": "steps", "num_train_epochs": "epochs", "output_dir": "out",
+}  # fmt: skip
 
 
 class Section(BaseModel):
@@ -82,7 +88,7 @@ class RolloutConfig(Section):
     """Sampling for training, and the engine's budgets.
 
     Arguments:
-        temperature: above 0; greedy samples of a group would all be alike.
+        temperature: 0.001 to 1000; greedy samples of a group would all be alike.
         top_k, top_p, min_p: filters; 0, 1 and 0 switch them off.
         max_tokens: response tokens of a turn.
         stop: texts that end a response.
@@ -94,8 +100,8 @@ class RolloutConfig(Section):
 
     prompts_per_step: Count = 64
     samples_per_prompt: Count = 8
-    temperature: Positive = 1.0
-    top_k: Natural = 0
+    temperature: Temperature = 1.0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Share = 0.0
     max_tokens: Count = 16
@@ -181,13 +187,13 @@ class EvalConfig(Section):
     Arguments:
         prompts, samples: held-out prompts, and responses to each.
         every: steps between evaluations during training; 0 for none.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; otherwise 0.001 to 1000.
     """
 
     prompts: Count = 256
     samples: Count = 1
     every: Natural = 0
-    temperature: NotNegative = 1.0
+    temperature: Annotated[float, Field(ge=0, le=0)] | Temperature = 1.0
 
 
 class TrainConfig(Section):
@@ -334,8 +340,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        fix = "mend the line; text needs quotes"
-        raise ConfigError(f"not {kind}: {error}", where=str(path), fix=fix) from error
+        raise ConfigError(f"not {kind}: {error}", where=str(path), fix="mend it; text needs quotes") from error
     if not isinstance(data, dict):
         raise ConfigError("not a table", where=str(path), expected="sections with keys")
     return data
@@ -392,6 +397,8 @@ def _explain(error: ValidationError, model: type[BaseModel], origins: _Origins) 
             text = f"unknown key{_suggestion(model, key)}"
         elif entry["type"] == "value_error":
             text = str(entry["ctx"]["error"])
+        elif entry["type"] == "missing" and isinstance(entry["loc"][-1], int):  # of betas, our one pair
+            text = f"takes two numbers, got {_short(entry['input'])}"
         elif entry["type"] == "missing":
             text = "is required"
         else:
@@ -416,7 +423,8 @@ def _suggestion(model: type[BaseModel], key: str) -> str:
     siblings = [n.rpartition(".")[2] for n in names if n.rpartition(".")[0] == parent]
     elsewhere = [n for n in names if n.rpartition(".")[2] == leaf]
     prefix = f"{parent}." if parent else ""
-    guesses = [prefix + n for n in close_names(leaf, siblings)] + elsewhere
+    meant = [n for n in names if n.rpartition(".")[2] == _ALIASES.get(leaf.lower())]
+    guesses = meant + [prefix + n for n in close_names(leaf, siblings)] + elsewhere
     if guesses:
         return f" (did you mean {' or '.join(dict.fromkeys(guesses))}?)"
     return f" (known{f' in {parent}' if parent else ''}: {', '.join(siblings)})"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from halfbyte.cli.doctor import _model
 from halfbyte.cli.footprint import footprint, kv_bytes, open_architecture, weight_bytes
 from halfbyte.cli.main import main
 from halfbyte.kernels import active, get
@@ -141,3 +142,20 @@ def test_a_folder_that_cannot_be_costed(
         (folder / "config.json").write_text(text)
     assert main(["doctor", str(folder)]) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_the_columns_of_the_sites_add_up_to_the_weights(config: dict[str, Any]) -> None:
+    model = footprint(architecture(config), 128) | {"folder": "m"}
+    header, *rows = [line.split() for line in _model(model) if line.startswith(("precision", *PRESETS))]
+    count = header.index("kv/token") - 2
+    sites = header[2 : 2 + count]
+    assert len(rows) >= len(PRESETS)
+    for row in model["precisions"]:
+        assert sum(row["weight_bytes_by_site"][site] for site in sites) == row["weight_bytes"]
+
+
+@pytest.mark.parametrize("context", ["-5", "0"])
+def test_a_context_without_tokens_is_refused(context: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--context", context]) == 2
+    assert f"--context is {context}" in capsys.readouterr().err

@@ -114,7 +114,7 @@ def test_ctrl_c_in_a_real_process(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("")
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-c", PROGRAM, "report", str(tmp_path)]

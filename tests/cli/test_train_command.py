@@ -31,6 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         folder = Path(config.train.out)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config.to_json()))
+        (folder / "metrics.jsonl").write_text("")
         return recorded.code
 
     def generate_file(*arguments: object, **named: object) -> int:

@@ -172,3 +172,22 @@ def test_long_tracebacks_are_shortened_at_the_middle() -> None:
     assert len(result.error) < 10_000
     assert result.error.startswith("Traceback")
     assert result.error.rstrip().endswith("end")
+
+
+def utf8(info: Any) -> bytes:
+    return json.dumps(dict(info), ensure_ascii=False).encode("utf-8")
+
+
+def test_lone_surrogates_do_not_reach_the_trajectory_file() -> None:
+    failed = outcome(raising(ValueError("half \ud800")))
+    assert b"half \\\\ud800" in utf8(failed.turn().info)
+    info: Any = {
+        "\ud800": "\udfff",
+        "list": ["\ud801"],
+        "table": {"\ud802": 1},
+        "object": {1: ("\ud803",)},
+        "long": 10**9999,
+    }
+    result = outcome(lambda **_: Score(1.0, True, info))
+    assert result.error is None
+    assert b"ud801" in utf8(result.turn().info)

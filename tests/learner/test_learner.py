@@ -14,6 +14,7 @@ from halfbyte.config import LearnerConfig, ObjectiveConfig
 from halfbyte.errors import DataError, SpecMismatchError
 from halfbyte.kernels import active
 from halfbyte.learner.batch import micro_batches
+from halfbyte.learner.buckets import length_buckets
 from halfbyte.learner.learner import Learner
 from halfbyte.models.checkpoint import Checkpoint, load_checkpoint
 from halfbyte.models.precision import Precision, precision_from
@@ -259,6 +260,16 @@ def test_filtered_rollouts_are_scored_under_the_kept_set(checkpoint: Checkpoint)
     trajectories = rollouts(checkpoint, top_k=4, temperature=0.8)
     metrics = learner(checkpoint).step(trajectories, 0).metrics
     assert metrics["gap/max_abs"] < 1e-4
+
+
+def test_one_long_sequence_does_not_widen_the_grid_of_the_others() -> None:
+    lengths = [20] * 200 + [1500] + [25, 3]
+    starts = torch.tensor([0, *np.cumsum(lengths).tolist()])
+    buckets = length_buckets(starts)
+    cells = sum(b.n * b.length for b in buckets)
+    assert cells <= sum(lengths) / 0.7 + 1
+    rows = torch.cat([b.real_rows for b in buckets])
+    assert torch.equal(rows.sort().values, torch.arange(sum(lengths)))
 
 
 def test_micro_batches_keep_order_and_budget() -> None:

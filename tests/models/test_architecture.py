@@ -256,3 +256,69 @@ def test_fields_that_do_not_fit_together(changes: dict[str, Any], words: str) ->
 def test_kv_values_per_token_counts_keys_and_values() -> None:
     a = Architecture.from_hf(LLAMA)
     assert a.kv_values_per_token == 2 * 2 * 2 * 16
+
+
+NAN, INF = float("nan"), float("inf")
+YARN = {"rope_type": "yarn", "factor": 2.0}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        *[({name: value}, name) for name in ("rope_scaling", "rope_parameters") for value in ("x", 5, ["yarn"], True)],
+        *[({"quantization_config": value}, "quantization_config") for value in ("fp8", 5, [1])],
+        *[({"rope_theta": value}, "rope_theta") for value in ("x", NAN, INF, -1, 0, 1, [1], {}, True, 10**400)],
+        *[({"rope_parameters": {"rope_theta": value}}, "rope_theta") for value in ("x", NAN, INF, -1)],
+        *[({"rms_norm_eps": value}, "rms_norm_eps") for value in (10**400, NAN, "x")],
+        *[
+            ({"rope_parameters": {**YARN, name: value}}, name)
+            for name in ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+            for value in ("x", [1], NAN, INF, -1.0, True)
+        ],
+        ({"rope_parameters": {**YARN, "factor": 1e-300}}, "factor"),
+        ({"rope_parameters": {**YARN, "beta_fast": 1, "beta_slow": 32}}, "beta_slow"),
+        ({"rope_parameters": {**YARN, "truncate": "no"}}, "truncate"),
+        *[
+            (
+                {"rope_parameters": {**YARN, "original_max_position_embeddings": value}},
+                "original_max_position_embeddings",
+            )
+            for value in ("x", -5, 0, 2.5)
+        ],
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "low_freq_factor",
+        ),
+        *[({"sliding_window": value}, "sliding_window") for value in ("x", [], -1, 1.5)],
+        *[({**QWEN3, "sliding_window": value}, "sliding_window") for value in ("x", {}, -1)],
+        *[({**QWEN3, "sliding_window": 16, "layer_types": value}, "layer_types") for value in (5, "x", [[1]], True)],
+        *[
+            ({**QWEN3, "sliding_window": 16, "max_window_layers": value}, "max_window_layers")
+            for value in ("x", [1], -1)
+        ],
+    ],
+)
+def test_a_value_that_cannot_be_used_is_refused_by_its_key(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Architecture.from_hf({**LLAMA, **changes}, "somewhere/config.json")
+    assert f"'{key}'" in str(caught.value)
+    assert "somewhere/config.json" in str(caught.value)
+
+
+def test_max_window_layers_null_is_the_default_of_28() -> None:
+    Architecture.from_hf({**LLAMA, **QWEN3, "sliding_window": 16, "max_window_layers": None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_experts": 10**9}, "num_experts"),
+        ({"num_experts": None, "num_local_experts": 10**9}, "num_local_experts"),
+        ({"num_hidden_layers": 10**4, "num_experts": 10**5}, "num_experts"),
+    ],
+)
+def test_counts_that_would_take_hours_to_list_are_refused(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(CheckpointError, match=key):
+        Architecture.from_hf({**QWEN3_MOE, **changes})

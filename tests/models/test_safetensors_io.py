@@ -205,3 +205,13 @@ def test_a_dtype_the_format_lacks_is_refused_before_writing(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="complex128"):
         write_safetensors(tmp_path / "a", {"x": torch.zeros(2, dtype=torch.complex128)})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("shape", [[2] * 100_000, [0] * 100_000, [2**70, 0], [10**4000]])
+def test_a_shape_beyond_all_tensors_is_refused(tmp_path: Path, shape: list[int]) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    path = tmp_path / "a"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(CheckpointError, match="tensor 'a'") as caught:
+        SafetensorsFile(path)
+    assert len(str(caught.value)) < 1000

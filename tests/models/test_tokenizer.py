@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from halfbyte.errors import CheckpointError, DataError
 from halfbyte.models.architecture import Architecture
+from halfbyte.models.chat_template import ChatTemplate
 from halfbyte.models.tokenizer import Tokenizer, check_tokenizer
 
 SPECIAL = ["<|end|>", "<|begin|>", "<|user|>", "<|pad|>"]
@@ -311,3 +312,28 @@ def test_smollm2_is_that_of_transformers() -> None:
     text = "Sum 12 + 34.\n\tNaïve 猫 <|im_end|> end  "
     assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
     assert ours.decode(ours.encode(text), skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(
+    "template",
+    [b"\xff\xfe", b"{{" + b"(" * 50_000, b"{% if a %}" * 5_000, b"{{ " + b"-" * 20_000 + b"1 }}"],
+    ids=["not UTF-8", "brackets", "blocks", "signs"],
+)
+def test_a_chat_template_that_cannot_be_compiled_is_refused(tmp_path: Path, folder: Path, template: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes(template)
+    with pytest.raises(CheckpointError, match="template"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ messages.nothing.at_all }}", "{{ [].x() }}"]
+)
+def test_a_chat_template_that_fails_is_an_error_of_the_data(template: str) -> None:
+    with pytest.raises(DataError, match="chat template refuses"):
+        ChatTemplate(template).render([{"role": "user", "content": "hi"}])
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_place(ours: Tokenizer) -> None:
+    with pytest.raises(DataError, match=r"U\+D800 at character 2"):
+        ours.encode("ab\ud800")

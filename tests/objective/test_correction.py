@@ -132,6 +132,14 @@ def test_wrong_names_and_values_are_refused():
     for cap in (0.9, math.inf, math.nan):
         with pytest.raises(ConfigError, match="cap"):
             make_correction("token_tis", cap=cap)
+    for cap in ("2", None, True, [2.0]):
+        with pytest.raises(ConfigError, match=r"option 'cap' [\s\S]*correction_options\.cap"):
+            make_correction("token_tis", cap=cap)
+    with pytest.raises(ConfigError, match=r"no option 'cap'[\s\S]*no options"):
+        make_correction("none", cap=2.0)
+    with pytest.raises(ConfigError, match="no option 'name'"):
+        make_correction("token_tis", name=1)
+    assert make_correction("token_tis", cap=3) == TokenTis(3.0)
     with pytest.raises(TypeError):
         CORRECTIONS["mine"] = TokenTis
 

@@ -231,7 +231,7 @@ def test_a_step_computed_again_after_a_resume_counts_once(tmp_path: Path) -> Non
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text("")
     assert "No step has been recorded yet" in page(folder).text
     write_run(folder, [eval_row(0, 0.4)])
     got = page(folder)
@@ -310,3 +310,10 @@ def test_flatten_gives_dotted_keys() -> None:
 
 def test_an_empty_record_renders() -> None:
     assert "No step has been recorded yet" in render(Record(folder=Path("x")))
+
+
+def test_a_folder_without_metrics_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"metrics\.jsonl"):
+        build(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

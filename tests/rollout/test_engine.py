@@ -230,6 +230,10 @@ def test_bad_requests_are_refused_by_name(family_folders: dict[str, Path], tenso
         engine.add(Request((5,), SamplingParams(max_tokens=256)))
     for change in (
         {"temperature": -1.0},
+        {"temperature": 1e-30},
+        {"temperature": 1e30},
+        {"temperature": float("nan")},
+        {"top_k": 2**31},
         {"top_p": 0.0},
         {"top_k": -1},
         {"min_p": 1.5},
@@ -244,6 +248,35 @@ def test_bad_requests_are_refused_by_name(family_folders: dict[str, Path], tenso
         )
     with pytest.raises(ConfigError, match="multiple of 16"):
         make(family_folders, tensors, page_size=24)
+
+
+def test_prefix_pages_know_the_phase_of_their_tokens(
+    family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]
+) -> None:
+    """Where prompt and generated tokens run in different precisions, equal tokens in another role are other pages."""
+    precision = precision_from({"preset": "w4a4kv4", "prefill": {"attention": "bf16", "experts": "bf16"}})
+    arch = make(family_folders, tensors).arch
+    prompt, sampling = tuple(range(2, 40)), SamplingParams(max_tokens=4, ignore_eos=True)
+    plain = Request(prompt, sampling, key=1)
+    later_turn = Request(prompt, sampling, key=1, generated=tuple(i >= 10 for i in range(38)))
+    used = Engine(arch, precision, tensors, options=EngineOptions(kv_memory_mb=2))
+    used.generate([later_turn])
+    got = used.generate([plain])[0]
+    fresh = Engine(arch, precision, tensors, options=EngineOptions(kv_memory_mb=2)).generate([plain])[0]
+    assert got.logprobs.tobytes() == fresh.logprobs.tobytes()
+
+
+def test_engine_is_usable_after_an_error(family_folders: dict[str, Path], tensors: dict[str, torch.Tensor]) -> None:
+    good = dict(tensors)
+    tensors["model.norm.weight"] = torch.full((64,), 3e38)
+    engine = make(family_folders, tensors, precision="bf16")
+    request = Request((4, 5), SamplingParams(max_tokens=2), n=3)
+    with pytest.raises(NumericsError, match=r"model\.norm|lm_head"):
+        engine.generate([request])
+    assert not engine.busy
+    assert engine.pool.available == engine.pool.n_pages
+    engine.load_weights(good, version=1)
+    assert len(engine.generate([request])) == 3
 
 
 def test_trl_4159_temperature_is_applied_on_both_sides(

@@ -19,6 +19,10 @@ def sevens(*, response, **_):
     return response.count("7") / 8
 
 
+def always_broken(**_):
+    raise RuntimeError("the judge is gone")
+
+
 def sometimes_broken(*, prompt, response, **_):
     if any(c in response for c in "0123"):
         raise RuntimeError("the judge is down")

@@ -101,6 +101,26 @@ def test_logprobs_of_later_turns_are_those_of_the_whole_sequence(engine: Engine)
         assert np.array_equal(again[t.mask], t.logprobs[t.mask])
 
 
+def test_an_episode_that_fills_the_context_ends_with_what_it_has(family_folders: dict[str, Path]) -> None:
+    class Endless(Conversation):
+        def start(self, prompt: Prompt) -> Conversation._Episode:
+            return self._Episode(self, turns=10**6)
+
+    held = load_checkpoint(family_folders["qwen3_moe"])
+    options = EngineOptions(kv_memory_mb=2, max_length=40)
+    engine = Engine(
+        held.architecture, precision_from("w4a4kv4"), held.tensors, detokeniser=Characters(), options=options
+    )
+    sampling = SamplingParams(max_tokens=6, stop_ids=tuple(range(40)), ignore_eos=True)
+    got = collect(engine, Endless(), Characters(), [Prompt(id="a", text="123")], sampling, samples=4, key=("t",))  # type: ignore[arg-type]
+    for t in got:
+        assert t.finish_reason == "length"
+        assert len(t) <= 40
+        assert t.reward is not None
+        assert t.info["correct"] is False
+    assert max(len(t) for t in got) > 30, "some episode went on until the context was full"
+
+
 def test_prompts_that_do_not_fit_are_named() -> None:
     with pytest.raises(DataError, match="prompt of 5 tokens"):
         encode_prompt(Characters(), Prompt(id="x", text="12345"), 4)  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def test_run_folder_is_complete_and_the_reward_rises(policy_folder: Path, tmp_pa
     assert summary["steps"] == 25
     environment = json.loads((out / "environment.json").read_text())
     assert environment["versions"]["torch"] == torch.__version__.split("+")[0] or environment["versions"]["torch"]
-    assert (out / "trajectories" / "step_000000.jsonl").exists()
+    assert (out / "trajectories" / "step_000001.jsonl").exists()
     assert len(list((out / "checkpoints").iterdir())) == 2, "older checkpoints are removed"
     trained = load_checkpoint(out / "model")
     assert trained.architecture.n_experts == 4
@@ -225,7 +225,7 @@ def test_a_reward_that_raises_fails_its_samples_not_the_run(
     assert run(config) == 0
     rows = metrics(out)
     assert any(r.get("reward/failed", 0) > 0 for r in rows)
-    saved = [json.loads(line) for line in (out / "trajectories" / "step_000000.jsonl").read_text().splitlines()]
+    saved = [json.loads(line) for line in (out / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
     failed = [t for t in saved if t["reward"] is None]
     assert any("the judge is down" in str(t["info"]) for t in failed)
 
@@ -246,6 +246,63 @@ def test_group_of_one_warns_and_goes_on(
     out = tmp_path / "run"
     assert run(small_config(policy_folder, out, f"{reward_module}:sevens", rollout__samples_per_prompt=1)) == 0
     assert capfd.readouterr().err.count("groups have one valid sample") == 1
+
+
+def test_overwrite_replaces_a_run_only_by_one_that_starts(
+    policy_folder: Path, tmp_path: Path, reward_module: str
+) -> None:
+    out = tmp_path / "run"
+    assert run(small_config(policy_folder, out, f"{reward_module}:sevens", train__steps=1)) == 0
+    before = metrics(out)
+    with pytest.raises(CheckpointError):
+        run(small_config(tmp_path / "missing", out), overwrite=True)
+    with pytest.raises(ConfigError):
+        run(small_config(policy_folder, out, rollout__kv_memory_mb=0.0001), overwrite=True)
+    assert metrics(out) == before
+    assert latest_checkpoint(out / "checkpoints") is not None
+
+
+def test_a_run_that_cannot_start_leaves_no_run_behind(policy_folder: Path, tmp_path: Path, reward_module: str) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(ConfigError):
+        run(small_config(policy_folder, out, f"{reward_module}:sevens", rollout__kv_memory_mb=0.0001))
+    assert run(small_config(policy_folder, out, f"{reward_module}:sevens", train__steps=1)) == 0
+
+
+def test_two_processes_cannot_write_to_one_run(policy_folder: Path, tmp_path: Path, reward_module: str) -> None:
+    out = tmp_path / "run"
+    with RunFolder(out).locked(), pytest.raises(ConfigError, match="another process"):
+        run(small_config(policy_folder, out, f"{reward_module}:sevens"))
+
+
+def test_trl_5937_an_update_that_publishes_nothing_keeps_the_version(
+    policy_folder: Path, tmp_path: Path, reward_module: str
+) -> None:
+    out = tmp_path / "run"
+    assert run(small_config(policy_folder, out, f"{reward_module}:sevens", learner__lr=1e-12)) == 0
+    rows = [r for r in metrics(out) if r["kind"] == "train"]
+    assert any(r.get("optim/updates", 0) > 0 for r in rows), "the masters were updated"
+    assert [r["version"] for r in rows] == [0.0] * 4
+
+
+def test_bad_prompt_of_a_finite_data_set_is_found_before_the_first_step(policy_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    lines = [json.dumps({"prompt": f"{i}=", "answer": str(i)}) for i in range(60)]
+    path.write_text("\n".join([*lines, json.dumps({"prompt": "1" * 99, "answer": "1"})]))
+    with pytest.raises(DataError, match="99 tokens"):
+        run(small_config(policy_folder, tmp_path / "run", env__name=f"jsonl:{path}"))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_reward_that_always_fails_says_so_once(
+    policy_folder: Path, tmp_path: Path, reward_module: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run(small_config(policy_folder, out, f"{reward_module}:always_broken")) == 0
+    text = capfd.readouterr().err
+    assert text.count("scoring failed for every sample") == 1
+    assert "the judge is gone" in text
+    assert json.loads((out / "summary.json").read_text())["mean_abs_gap"] is None
 
 
 def broken_copy(policy: Path, to: Path) -> Path:
@@ -293,12 +350,12 @@ def test_tokenizer_of_another_model_and_empty_dataset_are_refused(policy_folder:
 
 def test_damaged_checkpoint_is_refused_by_name(policy_folder: Path, tmp_path: Path, reward_module: str) -> None:
     out = tmp_path / "run"
-    config = small_config(policy_folder, out, f"{reward_module}:sevens", train__steps=2)
+    config = small_config(policy_folder, out, f"{reward_module}:sevens", train__steps=2, learner__schedule="constant")
     run(config)
     path = latest_checkpoint(out / "checkpoints")
     assert path is not None
     data = (path / "optimiser.safetensors").read_bytes()
     (path / "optimiser.safetensors").write_bytes(data[: len(data) // 2])
-    longer = small_config(policy_folder, out, f"{reward_module}:sevens", train__steps=3)
+    longer = small_config(policy_folder, out, f"{reward_module}:sevens", train__steps=3, learner__schedule="constant")
     with pytest.raises(CheckpointError, match="cut short"):
         run(longer, resume=True)

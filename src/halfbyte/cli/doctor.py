@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from halfbyte.cli.parameter import flag
+from halfbyte.errors import ConfigError
 
 __all__ = ["doctor"]
 
@@ -24,6 +25,9 @@ def doctor(
     as_json: Annotated[bool, Parameter("--json"), flag("Print one JSON object.")] = False,
 ) -> int:
     """Show processor, kernels, versions, threads and precisions; with a model folder, its memory at each precision."""
+    if context < 1:
+        raise ConfigError(f"--context is {context}", where="command line", expected="at least 1 token")
+
     from halfbyte.cli import machine
     from halfbyte.cli.footprint import footprint, open_architecture
     from halfbyte.models.open_model import model_folder
@@ -80,7 +84,9 @@ def _text(facts: Mapping[str, Any]) -> Iterator[str]:
 def _model(model: Mapping[str, Any]) -> Iterator[str]:
     yield f"model        {model['folder']}: {model['family']}, {model['parameters'] / 1e6:.1f}M weights"
     yield f"  training   {_bytes(model['learner_bytes'])} for FP32 masters, rounded weights, gradients and two AdamW moments"
-    sites = [site for site, count in model["parameters_by_site"].items() if count]
+    # By bytes, not by parameters: a tied head has no parameters of its own and is packed all the same.
+    by_site = [row["weight_bytes_by_site"] for row in model["precisions"]]
+    sites = [site for site in by_site[0] if any(row[site] for row in by_site)]
     header = ("precision", "weights", *sites, "kv/token", f"kv {model['context']} tokens", "total")
     rows = [
         (

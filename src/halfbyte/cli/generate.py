@@ -19,7 +19,9 @@ def generate(
     input: Annotated[Path, Parameter(help='JSON lines with "prompt" (text) or "messages" (chat).')],
     output: Annotated[Path, Parameter(help="JSON lines, one per response.")],
     precision: Annotated[str, Parameter(help="Precision preset.")] = "w4a4kv4",
-    max_tokens: Annotated[int, Parameter(help="Most new tokens of a response.")] = 256,
+    max_tokens: Annotated[
+        int | None, Parameter(help="Most new tokens of a response; by default 256, or what the model has room for.")
+    ] = None,
     temperature: Annotated[float, Parameter(help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, Parameter(help="Keep the smallest set of tokens with this mass; 1 is off.")] = 1.0,
     top_k: Annotated[int, Parameter(help="Keep this many most likely tokens; 0 is off.")] = 0,

@@ -47,15 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except UserError as error:
         return _fail(str(error))
+    except OSError as error:  # a full disk, no permission, a folder that is a file: the machine's state, not our bug
+        if isinstance(error, BrokenPipeError):
+            # The reader has left (`halfbyte doctor | head`); nothing may be written to that pipe again, not even at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        return _fail(f"{error.strerror or error}" + (f"\n  where: {error.filename}" if error.filename else ""))
     except CycloptsError as error:
         return _fail(f"{error}\n  fix: see halfbyte --help")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader has left (`halfbyte doctor | head`); nothing may be written to that pipe again, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     return code if isinstance(code, int) else 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +13,7 @@ from halfbyte.envs.guard import GuardedEnvironment
 from halfbyte.envs.jsonl import JsonlEnvironment
 from halfbyte.envs.reasoning import ReasoningGymEnvironment
 from halfbyte.envs.rewards import load_object, load_reward
+from halfbyte.envs.scoring import failure
 from halfbyte.errors import ConfigError, UserError
 
 __all__ = ["ENVIRONMENTS", "make_env"]
@@ -77,19 +77,20 @@ def _own(spec: str, argument: str, reward: str | None, options: Mapping[str, Any
     make = load_object(argument, "env.name")
     try:
         made = make(**options)
-    except UserError:
+        lacking = [name for name in ("name", "size", "prompt", "start") if not hasattr(made, name)]
+        guarded = GuardedEnvironment(made, spec)
+    except (UserError, KeyboardInterrupt, GeneratorExit):
         raise
-    except Exception as error:
+    except BaseException as error:  # sys.exit() in it as well
         raise ConfigError(
-            f"{argument} fails:\n{traceback.format_exc()}",
+            f"{argument} fails:\n{failure()}",
             where=f"{argument}(**env.options), options {dict(options)}",
             expected="an environment",
         ) from error
-    lacking = [name for name in ("name", "size", "prompt", "start") if not hasattr(made, name)]
     if lacking:
         raise ConfigError(
             f"{argument} made a {type(made).__name__} without {', '.join(lacking)}",
             where="env.name",
             expected="a halfbyte.envs.Environment",
         )
-    return GuardedEnvironment(made, spec)
+    return guarded

@@ -16,11 +16,22 @@ from typing import Any, TypeAlias
 from halfbyte.envs.environment import Episode, Prompt, Turn
 from halfbyte.errors import DataError
 
-__all__ = ["Score", "ScoreOutcome", "Scorer", "finite_reward", "json_info", "score_safely", "step_safely"]
+__all__ = [
+    "Score",
+    "ScoreOutcome",
+    "Scorer",
+    "failure",
+    "finite_reward",
+    "json_info",
+    "score_safely",
+    "step_safely",
+    "writable",
+]
 
 #: largest float32: rewards become float32 tensors, where anything above is infinite
 LARGEST = 3.4028234663852886e38
 _KEPT = 8000
+_LONGEST_INTEGER = 1024  # bits
 
 
 @dataclass(frozen=True)
@@ -73,21 +84,20 @@ def score_safely(scorer: Scorer, prompt: Prompt, response: str) -> ScoreOutcome:
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException:  # sys.exit() in a reward, or math-verify's timeout, is a failed sample as well
-        return ScoreOutcome(None, error=_traceback())
+        return ScoreOutcome(None, error=failure())
 
 
 def step_safely(episode: Episode, response_text: str, response_ids: Sequence[int]) -> Turn:
     """``episode.step``, behind the same wall: a failure ends the episode without a reward."""
     try:
         turn = episode.step(response_text, response_ids)
-        if not turn.done and turn.observation is None:
-            raise DataError("a turn that is not done has no observation", expected="text to continue from")
+        _check_observation(turn)
         reward = None if turn.reward is None else finite_reward(turn.reward)
         return Turn(bool(turn.done), reward, turn.observation, json_info(turn.info))
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException:
-        return ScoreOutcome(None, error=_traceback()).turn()
+        return ScoreOutcome(None, error=failure()).turn()
 
 
 def finite_reward(value: object) -> float:
@@ -109,25 +119,46 @@ def finite_reward(value: object) -> float:
 
 
 def json_info(value: Any) -> dict[str, Any]:
-    """``value`` (a mapping) with JSON values only, so that it can be written with the trajectory."""
-    return {str(key): _json(item, 0) for key, item in dict(value).items()}
+    """``value`` (a mapping) with JSON values only, so that it can be written with the trajectory, in UTF-8."""
+    return {writable(str(key)): _json(item, 0) for key, item in dict(value).items()}
+
+
+def writable(text: str) -> str:
+    """``text`` with lone surrogates, which UTF-8 cannot write, spelled out (``\\ud800``)."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def failure() -> str:
+    """The traceback of the exception being handled, shortened in the middle, as text that can be written."""
+    text = writable(traceback.format_exc())
+    return text if len(text) <= _KEPT else f"{text[:1000]}\n...\n{text[1000 - _KEPT :]}"
+
+
+def _check_observation(turn: Turn) -> None:
+    if not turn.done and turn.observation is None:
+        raise DataError("a turn that is not done has no observation", expected="text to continue from")
+    if turn.observation is not None and not isinstance(turn.observation, str):
+        raise DataError(f"the observation is {_short(turn.observation)}", expected="text to continue from")
+    if turn.observation is not None and writable(turn.observation) != turn.observation:
+        raise DataError(
+            f"the observation {_short(turn.observation)} holds a lone surrogate", expected="text that UTF-8 can write"
+        )
 
 
 def _json(value: Any, depth: int) -> Any:
-    if value is None or type(value) in (bool, str, int) or (type(value) is float and math.isfinite(value)):
+    if type(value) is str:
+        return writable(value)
+    if type(value) is int and value.bit_length() > _LONGEST_INTEGER:  # Python refuses to write very long ones
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
         return value
     if depth < 8 and isinstance(value, Mapping):
-        return {str(key): _json(item, depth + 1) for key, item in value.items()}
+        return {writable(str(key)): _json(item, depth + 1) for key, item in value.items()}
     if depth < 8 and isinstance(value, list | tuple):
         return [_json(item, depth + 1) for item in value]
     return _short(value)
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = writable(repr(value))
     return text if len(text) <= 200 else f"{text[:197]}..."
-
-
-def _traceback() -> str:
-    text = traceback.format_exc()
-    return text if len(text) <= _KEPT else f"{text[:1000]}\n...\n{text[1000 - _KEPT :]}"

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfbyte.kernels import Kernels
 from halfbyte.learner.batch import LearnerBatch
+from halfbyte.learner.buckets import length_buckets
 from halfbyte.learner.parameters import Parameters
 from halfbyte.learner.straight_through import fake_quantise, round_bf16
 from halfbyte.models.architecture import site_of
@@ -53,10 +54,9 @@ class AutogradExecution:
         cos, sin = tables
         self._cos = torch.cat([cos, cos], dim=1)[batch.positions][:, None]
         self._sin = torch.cat([sin, sin], dim=1)[batch.positions][:, None]
-        lengths = batch.starts.diff()
-        self._lengths, self._longest = lengths, int(lengths.max())
-        sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        self._cell = sequence * self._longest + torch.arange(len(batch.ids)) - batch.starts[sequence]
+        self._buckets = length_buckets(batch.starts)
+        rows = torch.cat([bucket.real_rows for bucket in self._buckets])
+        self._back = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows)))
         self._moe_index = {layer: i for i, layer in enumerate(self.arch.moe_layers)}
         self.routes: dict[int, Tensor] = {}
         self.router_logits: dict[int, Tensor] = {}
@@ -84,12 +84,15 @@ class AutogradExecution:
         """Causal attention inside each sequence; K and V rounded as the rollout's pages hold them."""
         prefix = f"model.layers.{layer}.self_attn"
         k, v = self._cached(k, f"{prefix}.k"), self._cached(v, f"{prefix}.v")
-        q, k, v = (self._grid(x) for x in (q, k, v))
-        # right padding: a causal mask alone keeps it from every real query
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=self.arch.n_heads != self.arch.n_kv_heads
-        )
-        return out.transpose(1, 2).reshape(-1, self.arch.n_heads * self.arch.head_dim).index_select(0, self._cell)
+        grouped = self.arch.n_heads != self.arch.n_kv_heads
+        parts = []
+        for bucket in self._buckets:
+            # padding comes last, so that a causal mask alone keeps it from every real query
+            out = F.scaled_dot_product_attention(
+                bucket.grid(q), bucket.grid(k), bucket.grid(v), is_causal=True, enable_gqa=grouped
+            )
+            parts.append(out.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2]).index_select(0, bucket.real_cells))
+        return torch.cat(parts).index_select(0, self._back)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[T, 2I] -> [T, I]."""
@@ -170,12 +173,6 @@ class AutogradExecution:
         if self.precision.kv == "fp4":
             return fake_quantise(self.kernels, x, self.precision.kv_spec, name)
         return round_bf16(x) if self.precision.kv == "bf16" else x
-
-    def _grid(self, x: Tensor) -> Tensor:
-        """[T, H, D] -> [S, H, longest, D], zeros where a sequence is shorter."""
-        cells = len(self._lengths) * self._longest
-        grid = x.new_zeros(cells, *x.shape[1:]).index_copy(0, self._cell, x)
-        return grid.view(len(self._lengths), self._longest, *x.shape[1:]).transpose(1, 2)
 
     def _phased(self, x: Tensor, kinds: tuple[Kind, ...], call: Callable[[Tensor, Kind], Tensor]) -> Tensor:
         if len(kinds) == 1:

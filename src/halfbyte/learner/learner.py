@@ -161,14 +161,15 @@ class Learner:
             return StepResult(metrics, changed=False, warnings=notes)
         valid = [t for t, ok in zip(trajectories, result.valid.tolist()) if ok]
         plan = _Plan.make(self, trajectories, kept, valid, result.advantages, step, version)
-        metrics |= self._optimise(plan, step)
-        return StepResult(metrics, changed=True, warnings=notes)
+        found, changed = self._optimise(plan, step)
+        return StepResult(metrics | found, changed=changed, warnings=notes)
 
-    def _optimise(self, plan: _Plan, step: int) -> dict[str, float]:
+    def _optimise(self, plan: _Plan, step: int) -> tuple[dict[str, float], bool]:
         factor = rate_factor(self.config.schedule, step, warmup=self.config.warmup_steps, total=self.total_steps)
         metrics = dict(plan.metrics)
         statistics, norms, first = [], [], []
-        order = np.random.Generator(np.random.Philox(key=[self.seed, step]))
+        changed = False
+        order = np.random.Generator(np.random.Philox(key=[self.seed, 2**62 + step]))  # apart from the order of prompts
         for epoch in range(self.config.epochs):
             members = (
                 np.arange(len(plan.samples)) if self.config.minibatches == 1 else order.permutation(len(plan.samples))
@@ -183,14 +184,14 @@ class Learner:
                     if epoch == 0:
                         first.append(scored)
                 norms.append(self.optimiser.step(self.parameters.take_gradients(), factor))
-                self.parameters.refresh()
+                changed |= self.parameters.refresh()
         metrics |= objective.read(objective.merge(statistics))
         if not any(key.startswith("gap/") for key in metrics):
             metrics |= _gap(Scored(*(torch.cat(columns) for columns in zip(*first))))
         metrics["optim/grad_norm"] = float(np.mean(norms))
         metrics["optim/lr"] = self.config.lr * factor
         metrics["optim/updates"] = float(len(norms))
-        return metrics
+        return metrics, changed
 
     def _loss(self, plan: _Plan, part: list[int]) -> tuple[Tensor, objective.Statistics, tuple[Tensor, ...]]:
         batch = collate(
@@ -302,11 +303,11 @@ class _Plan:
         sequence = torch.repeat_interleave(torch.arange(len(samples)), lengths)
         mask = torch.from_numpy(np.concatenate([t.mask for t in samples]))
         per_token = advantages[torch.tensor(kept)][sequence]
-        config, settings = learner.config, learner._settings
+        config = learner.config
         several = config.epochs > 1 or config.minibatches > 1
         old_logp = weights = rejected = reference_logp = None
         metrics: dict[str, float] = {}
-        if learner.objective.correction != "none" or (several and settings.proximal == "learner"):
+        if learner.objective.correction != "none" or several:
             scored = learner.score(samples)
             metrics |= _gap(scored)
             old_logp = scored.logp if several else None

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from halfbyte.errors import NumericsError
 from halfbyte.kernels import Kernels
 from halfbyte.models.architecture import Architecture, site_of
-from halfbyte.models.checkpoint import check_finite
 from halfbyte.models.layout import checkpoint_views, from_checkpoint
 from halfbyte.models.precision import Kind, Precision
 
@@ -45,6 +45,7 @@ class Parameters:
     ) -> None:
         self.arch, self.precision, self.kernels, self.publish_dtype = arch, precision, kernels, publish_dtype
         self.masters = from_checkpoint(tensors, arch, dtype=torch.float32)
+        self._published: dict[str, Tensor] = {}
         self._effective: dict[tuple[str, Kind], Tensor] = {}
         for name in self.masters:
             for kind in self._kinds(name):
@@ -55,23 +56,38 @@ class Parameters:
         """The leaf the forward pass uses for parameter ``name`` in ``kind`` (None: the parameter is not a matrix product)."""
         return self._effective[name, kind or self._kinds(name)[0]]
 
-    def refresh(self) -> None:
-        """Recompute the effective weights from the masters; call after every optimiser step.
+    def refresh(self) -> bool:
+        """Recompute published and effective weights from the masters; call after every optimiser step.
+
+        Returns:
+            Whether any published bit changed: an update below the resolution of BF16 publishes nothing new (TRL #5937).
 
         Raises:
-            NumericsError: a master is not finite.
+            NumericsError: a master is not finite; the run's last checkpoint is still good.
         """
+        changed = False
         with torch.no_grad():
-            for (name, kind), leaf in self._effective.items():
-                master = self.masters[name]
-                check_finite(master, name)
-                published = master.to(self.publish_dtype).float()
-                leaf.copy_(self._rounded(name, kind, published))
+            for name, master in self.masters.items():
+                low, high = torch.aminmax(master)
+                if not bool(torch.isfinite(low) & torch.isfinite(high)):
+                    raise NumericsError(
+                        "a master weight is not finite after the update",
+                        where=name,
+                        fix="lower learner.lr; the last checkpoint is still good",
+                    )
+                new = master.to(self.publish_dtype, copy=True)
+                old = self._published.get(name)
+                if old is not None and torch.equal(new, old):
+                    continue
+                changed = True
+                self._published[name] = new
+                for kind in self._kinds(name):
+                    self._effective[name, kind].copy_(self._rounded(name, kind, new.float()))
+        return changed
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor in the publish dtype) of every tensor, as the rollout receives them."""
-        for name, view in checkpoint_views(self.masters, self.arch):
-            yield name, view.to(self.publish_dtype)
+        return checkpoint_views(self._published, self.arch)
 
     def take_gradients(self) -> dict[str, Tensor]:
         """Gradients by parameter name (summed over the kinds of a parameter), and clear them."""

@@ -47,6 +47,9 @@ FAMILIES: dict[str, str] = {
     "mixtral": "MixtralForCausalLM",
 }
 
+#: Bounds far above any model, so that a config.json that lies cannot make us list tensor names for hours.
+MOST_LAYERS, MOST_EXPERTS = 10_000, 200_000
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -122,13 +125,15 @@ class Architecture:
         kv_default = heads if family == "llama" or "num_key_value_heads" in config else None
         max_positions = fields.positive("max_position_embeddings")
         rope: dict[str, Any] = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
-        rope |= {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-        theta = rope.get("rope_theta") or (1e6 if family == "mixtral" else 10000.0)
+        rope |= {**fields.table("rope_scaling"), **fields.table("rope_parameters")}
+        theta = ConfigFields(rope, where).number("rope_theta", default=1e6 if family == "mixtral" else 10000.0, least=1)
+        if theta == 1:  # every pair would turn at the same rate, and YaRN divides by its logarithm
+            raise CheckpointError("key 'rope_theta' is 1", where=where, expected="a number above 1")
         all_biased = fields.flag("attention_bias") if family in ("llama", "qwen3", "qwen3_moe") else False
         moe: dict[str, Any] = {}
         if family == "qwen3_moe":
             moe = {
-                "n_experts": fields.count("num_experts", "num_local_experts"),
+                "n_experts": fields.count("num_experts", "num_local_experts", most=MOST_EXPERTS),
                 "experts_per_token": fields.count("num_experts_per_tok"),
                 "moe_intermediate_size": fields.count("moe_intermediate_size"),
                 "norm_topk_prob": fields.flag("norm_topk_prob"),
@@ -137,7 +142,7 @@ class Architecture:
             }
         elif family == "mixtral":
             moe = {
-                "n_experts": fields.positive("num_local_experts", "num_experts"),
+                "n_experts": fields.positive("num_local_experts", "num_experts", most=MOST_EXPERTS),
                 "experts_per_token": fields.positive("num_experts_per_tok"),
                 "moe_intermediate_size": fields.positive("intermediate_size"),
                 "norm_topk_prob": True,
@@ -148,12 +153,12 @@ class Architecture:
                 vocab_size=fields.positive("vocab_size"),
                 hidden_size=hidden,
                 intermediate_size=fields.positive("intermediate_size"),
-                n_layers=fields.positive("num_hidden_layers"),
+                n_layers=fields.positive("num_hidden_layers", most=MOST_LAYERS),
                 n_heads=heads,
                 n_kv_heads=fields.positive("num_key_value_heads", default=kv_default),
                 head_dim=fields.positive("head_dim", default=128 if family == "qwen3" else hidden // heads),
                 max_positions=max_positions,
-                rope_theta=float(theta),
+                rope_theta=theta,
                 rope_scaling=RopeScaling.from_hf(rope, max_positions, where),
                 norm_eps=fields.number("rms_norm_eps", default=1e-5 if family == "mixtral" else 1e-6),
                 tie_embeddings=fields.flag("tie_word_embeddings"),
@@ -254,6 +259,12 @@ def _problems(a: Architecture) -> list[str]:
         found.append("mixtral has no biases")
     if a.qk_norm != (a.family in ("qwen3", "qwen3_moe")):
         found.append(f"{a.family} {'has no' if a.qk_norm else 'needs'} qk_norm")
+    if a.n_layers > MOST_LAYERS:
+        found.append(f"n_layers must be at most {MOST_LAYERS}, found {a.n_layers}")
+    if a.n_layers * a.n_experts > MOST_EXPERTS:
+        found.append(
+            f"num_hidden_layers {a.n_layers} times num_experts {a.n_experts} must be at most {MOST_EXPERTS} experts"
+        )
     if a.n_experts:
         if a.family not in ("qwen3_moe", "mixtral"):
             found.append(f"{a.family} has no experts")
@@ -292,19 +303,19 @@ def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
         )
     if fields.flag("mlp_bias"):
         raise CheckpointError("MLP biases are not supported", where=fields.where, expected="mlp_bias false")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unnamed")
+    if quantised := fields.table("quantization_config"):
+        method = quantised.get("quant_method", "unnamed")
         raise CheckpointError(
             f"the checkpoint is already quantised ({method})",
             where=fields.where,
             expected="BF16, FP16 or FP32 weights",
             fix="use the unquantised model; halfbyte quantises it itself",
         )
-    window = config.get("sliding_window")
+    window = fields.count("sliding_window", default=0) or None
     if family.startswith("qwen") and not fields.flag("use_sliding_window"):
         window = None
     reaches = window is not None and window < fields.positive("max_position_embeddings")
-    if reaches and _some_layer_slides(config, family):
+    if _some_layer_slides(fields, family) and reaches:
         raise CheckpointError(
             f"sliding-window attention (window {window}) is not supported",
             where=fields.where,
@@ -313,13 +324,13 @@ def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
         )
 
 
-def _some_layer_slides(config: dict[str, Any], family: Family) -> bool:
+def _some_layer_slides(fields: ConfigFields, family: Family) -> bool:
+    kinds, first = fields.texts("layer_types"), fields.count("max_window_layers", default=28)
     if family not in ("qwen2", "qwen3"):
         return True
-    kinds = config.get("layer_types")
     if kinds is not None:
         return any(kind != "full_attention" for kind in kinds)
-    return bool(config.get("max_window_layers", 28) < config.get("num_hidden_layers", 0))
+    return first < fields.positive("num_hidden_layers")
 
 
 def _one_or_all(ids: tuple[int, ...]) -> int | list[int] | None:

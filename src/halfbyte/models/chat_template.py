@@ -43,7 +43,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError, ValueError, OverflowError) as error:
+            # The last four come from Python's compiler, which has limits of its own on what a template becomes.
             raise CheckpointError(f"the chat template does not compile: {error}", where=where) from error
 
     def render(
@@ -75,13 +76,13 @@ class ChatTemplate:
         values = {**(variables or {}), "messages": present, "tools": list(tools) if tools is not None else None}
         try:
             plain = json.loads(json.dumps(values))  # no object with methods reaches the template
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise DataError(
                 f"the conversation is not JSON: {error}", expected="strings, numbers, lists, objects"
             ) from error
         try:
             return self._template.render(**plain, documents=None, add_generation_prompt=add_generation_prompt)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError, OverflowError) as error:
+        except Exception as error:  # the template is a program of somebody else's
             raise DataError(
                 f"the chat template refuses the conversation: {error}",
                 where=self.where,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,24 +22,42 @@ class ConfigFields:
     config: dict[str, Any]
     where: str
 
-    def positive(self, *names: str, default: int | None = None) -> int:
-        """An integer of at least 1."""
-        return self._integer(names, default, least=1)
+    def positive(self, *names: str, default: int | None = None, most: int | None = None) -> int:
+        """An integer of at least 1, and at most ``most``."""
+        return self._integer(names, default, least=1, most=most)
 
-    def count(self, *names: str, default: int | None = None) -> int:
-        """An integer of at least 0."""
-        return self._integer(names, default, least=0)
+    def count(self, *names: str, default: int | None = None, most: int | None = None) -> int:
+        """An integer of at least 0, and at most ``most``."""
+        return self._integer(names, default, least=0, most=most)
 
-    def number(self, name: str, *, default: float) -> float:
-        """A positive finite number."""
+    def number(self, name: str, *, default: float | None = None, least: float = 0.0) -> float:
+        """A positive finite number, of at least ``least``."""
         value = self._found((name,), default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise self._wrong(name, value, "a positive number")
+        good = not isinstance(value, bool) and isinstance(value, (int, float))
+        # The upper bound also keeps float() of a long integer from overflowing.
+        if not good or not 0 < value <= sys.float_info.max or value < least:
+            raise self._wrong(name, value, f"a finite number of at least {least:g}" if least else "a positive number")
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        """True or false; missing is false."""
-        value = self._found((name,), False)
+    def table(self, name: str) -> dict[str, Any]:
+        """An object; missing is empty."""
+        value = self._found((name,), {})
+        if not isinstance(value, dict):
+            raise self._wrong(name, value, "an object, or null")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...] | None:
+        """A list of strings; None where it is missing."""
+        value = self.config.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
+            raise self._wrong(name, value, "a list of strings")
+        return tuple(value)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """True or false; missing is ``default``."""
+        value = self._found((name,), default)
         if not isinstance(value, bool):
             raise self._wrong(name, value, "true or false")
         return value
@@ -52,11 +70,13 @@ class ConfigFields:
             raise self._wrong(name, value, "an integer or a list of integers")
         return tuple(items)
 
-    def _integer(self, names: tuple[str, ...], default: int | None, least: int) -> int:
+    def _integer(self, names: tuple[str, ...], default: int | None, least: int, most: int | None) -> int:
         value = self._found(names, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self._wrong(names[0], value, f"an integer of at least {least}")
-        return value
+        good = not isinstance(value, bool) and isinstance(value, int)
+        if not good or value < least or (most is not None and value > most):
+            name = next((name for name in names if self.config.get(name) is not None), names[0])
+            raise self._wrong(name, value, f"an integer of at least {least}" + (f", at most {most}" if most else ""))
+        return int(value)
 
     def _found(self, names: tuple[str, ...], default: Any) -> Any:
         for name in names:
@@ -67,4 +87,6 @@ class ConfigFields:
         return default
 
     def _wrong(self, name: str, value: Any, expected: str) -> CheckpointError:
-        return CheckpointError(f"key {name!r} is {value!r}", where=self.where, expected=expected)
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        return CheckpointError(f"key {name!r} is {shown}", where=self.where, expected=expected)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
 from halfbyte.errors import CheckpointError
+from halfbyte.models.config_fields import ConfigFields
 
 __all__ = ["RopeScaling", "inverse_frequencies", "rope_tables"]
 
@@ -55,7 +56,8 @@ class RopeScaling:
         """Read ``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5); None where nothing is scaled.
 
         Raises:
-            CheckpointError: a kind we do not know, a missing key, or rotation of a part of the head only.
+            CheckpointError: a kind we do not know, a key that is missing or cannot be used, or rotation of a part of
+                the head only.
         """
         kind = entry.get("rope_type", entry.get("type", "default"))
         if entry.get("partial_rotary_factor") not in (None, 1, 1.0):
@@ -70,24 +72,26 @@ class RopeScaling:
             raise CheckpointError(
                 f"rotary scaling {kind!r} is not supported", where=where, expected=f"default, {', '.join(_KINDS)}"
             )
-        needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-        for key in needed:
-            value = entry.get(key)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise CheckpointError(f"rotary scaling {kind!r} needs a positive {key!r}, found {value!r}", where=where)
-        optional = {key: entry.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+        fields = ConfigFields(entry, f"{where}, rotary scaling {kind!r}")
+        factor = fields.number("factor", least=1.0)
+        if kind == "linear":
+            return cls(kind="linear", factor=factor)
+        original = fields.positive("original_max_position_embeddings", default=max_positions)
+        if kind == "llama3":
+            low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+            _require_order(fields, "low_freq_factor", low, "high_freq_factor", high)
+            return cls("llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
+        fast, slow = fields.number("beta_fast", default=32.0), fields.number("beta_slow", default=1.0)
+        _require_order(fields, "beta_slow", slow, "beta_fast", fast)
+        present = [k for k in ("attention_factor", "mscale", "mscale_all_dim") if entry.get(k) not in (None, 0)]
         return cls(
-            kind=cast(Literal["linear", "llama3", "yarn"], kind),
-            factor=float(entry["factor"]),
-            original_max_positions=0
-            if kind == "linear"
-            else int(entry.get("original_max_position_embeddings") or max_positions),
-            low_freq_factor=float(entry.get("low_freq_factor", 1.0)),
-            high_freq_factor=float(entry.get("high_freq_factor", 4.0)),
-            **{key: None if value is None else float(value) for key, value in optional.items()},
-            beta_fast=float(entry.get("beta_fast") or 32.0),
-            beta_slow=float(entry.get("beta_slow") or 1.0),
-            truncate=bool(entry.get("truncate", True)),
+            kind="yarn",
+            factor=factor,
+            original_max_positions=original,
+            **{key: fields.number(key) for key in present},
+            beta_fast=fast,
+            beta_slow=slow,
+            truncate=fields.flag("truncate", default=True),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -114,6 +118,15 @@ class RopeScaling:
         if self.mscale and self.mscale_all_dim:
             return _yarn_scale(self.factor, self.mscale) / _yarn_scale(self.factor, self.mscale_all_dim)
         return _yarn_scale(self.factor, 1.0)
+
+
+def _require_order(fields: ConfigFields, low: str, low_value: float, high: str, high_value: float) -> None:
+    if low_value >= high_value:
+        raise CheckpointError(
+            f"{low!r} is {low_value:g} and {high!r} is {high_value:g}",
+            where=fields.where,
+            expected=f"{low} below {high}",
+        )
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> torch.Tensor:

@@ -45,6 +45,7 @@ _DTYPES: dict[str, torch.dtype] = {
 #: torch dtype -> its name in the format.
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
 
+_MOST_DIMENSIONS = 64  # what torch can hold
 _HEADER_LIMIT = 100_000_000  # the format's own limit, bytes
 
 
@@ -191,6 +192,10 @@ def _entry(path: Path, name: str, value: object, start: int) -> Entry:
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _bad(path, f"tensor {name!r} has data_offsets {list(offsets)}")
     begin, end = offsets
+    if len(shape) > _MOST_DIMENSIONS:
+        raise _bad(path, f"tensor {name!r} has {len(shape)} dimensions")
+    if any(size >= 2**63 for size in (*shape, end)):
+        raise _bad(path, f"tensor {name!r} has a size or offset of 2**63 or more")
     n_bytes = math.prod(shape) * dtype.itemsize
     if end - begin != n_bytes:
         raise _bad(path, f"tensor {name!r} of shape {list(shape)} needs {n_bytes} bytes, its range has {end - begin}")
@@ -199,7 +204,8 @@ def _entry(path: Path, name: str, value: object, start: int) -> Entry:
 
 def _naturals(path: Path, name: str, key: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or any(type(item) is not int or item < 0 for item in value):
-        raise _bad(path, f"tensor {name!r} has {key} {value!r}")
+        shown = repr(value)
+        raise _bad(path, f"tensor {name!r} has {key} {shown if len(shown) <= 80 else f'{shown[:77]}...'}")
     return tuple(value)
 
 

@@ -7,6 +7,7 @@ re-tokenised (ms-swift #10012, verl #6719).
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from halfbyte.models.checkpoint import read_json
 
 __all__ = ["Tokenizer", "check_tokenizer"]
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -71,7 +73,17 @@ class Tokenizer:
         return cls(folder)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Ids of ``text``. Special tokens written in the text become their ids; none is added unless asked for."""
+        """Ids of ``text``. Special tokens written in the text become their ids; none is added unless asked for.
+
+        Raises:
+            DataError: the text holds half a surrogate pair, which has no UTF-8 form.
+        """
+        if not text.isascii() and (lone := _SURROGATE.search(text)):
+            raise DataError(
+                f"the text holds the lone surrogate U+{ord(lone.group()):04X} at character {lone.start()}",
+                expected="text that UTF-8 can write",
+                fix="repair or replace it where the text was made",
+            )
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -181,7 +193,13 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, ChatTempl
     """chat_template.jinja wins over tokenizer_config.json, as in transformers."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return {"default": ChatTemplate(file.read_text(encoding="utf-8"), str(file))}
+        try:
+            source = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"the chat template cannot be read: {error}", where=str(file), expected="text in UTF-8"
+            ) from error
+        return {"default": ChatTemplate(source, str(file))}
     where, stored = str(folder / "tokenizer_config.json"), config.get("chat_template")
     if stored is None:
         return {}

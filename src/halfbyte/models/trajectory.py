@@ -25,8 +25,9 @@ class SamplingParams:
     """How tokens are drawn. The declared distribution is: logits / temperature, then top-k, top-p, min-p, renormalised.
 
     Arguments:
-        temperature: 0 means greedy (the log-prob is then that of the temperature-1 distribution).
-        top_k: keep the k most likely tokens; 0 keeps all.
+        temperature: 0 means greedy (the log-prob is then that of the temperature-1 distribution); otherwise 1e-6 to 1e4,
+            so that logits divided by it stay finite in float32.
+        top_k: keep the k most likely tokens; 0 keeps all. Below 2**31.
         top_p: keep the smallest set of most likely tokens whose mass reaches p; 1 keeps all.
         min_p: keep tokens with at least ``min_p`` times the largest probability; 0 keeps all.
         max_tokens: at most this many new tokens.
@@ -50,8 +51,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = (
-            ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number >= 0"),
-            ("top_k", self.top_k >= 0, "an integer >= 0 (0 is off)"),
+            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 1e4, "0 (greedy), or 1e-6 to 1e4"),
+            ("top_k", 0 <= self.top_k < 2**31, "an integer >= 0 (0 is off) and below 2**31"),
             ("top_p", 0.0 < self.top_p <= 1.0, "0 < top_p <= 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "0 <= min_p <= 1"),
             ("max_tokens", self.max_tokens >= 1, "an integer >= 1"),

@@ -72,19 +72,22 @@ def read_record(folder: Path) -> Record:
     """Read a run folder.
 
     Raises:
-        DataError: the folder does not exist, or holds neither metrics nor a configuration.
+        DataError: the folder does not exist, or holds no metrics that can be read.
     """
     if not folder.is_dir():
         raise DataError("there is no run folder here", where=str(folder), expected="a folder that halfbyte train wrote")
     metrics = folder / "metrics.jsonl"
-    if not metrics.is_file() and not (folder / "config.json").is_file():
+    if not metrics.is_file():
         raise DataError(
-            "this folder is not a run",
+            "this folder is not a run that has measured anything",
             where=str(folder),
-            expected="config.json and metrics.jsonl",
-            fix="name the folder given to halfbyte train --out",
+            expected="metrics.jsonl",
+            fix="name the folder given to halfbyte train --out; the file is there after the first evaluation",
         )
-    text = metrics.read_text(encoding="utf-8", errors="replace") if metrics.is_file() else ""
+    try:
+        text = metrics.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"the metrics cannot be read: {error.strerror}", where=str(metrics)) from error
     by_kind, broken = _rows(text.split("\n"))
     return Record(
         folder=folder,

@@ -53,6 +53,19 @@ class EngineOptions:
     prefix_cache: bool = True
     share_prompts: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "max_sequences", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)}", where=f"EngineOptions.{name}", expected="at least 1"
+                )
+        if self.kv_memory_mb <= 0 or (self.max_length is not None and self.max_length < 1):
+            raise ConfigError(
+                f"kv_memory_mb = {self.kv_memory_mb}, max_length = {self.max_length}",
+                where="EngineOptions",
+                expected="positive numbers",
+            )
+
 
 class Engine:
     """Continuous batching over packed weights and a paged KV cache.
@@ -186,9 +199,23 @@ class Engine:
                 out.append(trajectory)
         return out
 
-    @torch.inference_mode()
     def step(self) -> list[tuple[int, Trajectory]]:
-        """One forward pass; returns (order of arrival, trajectory) of the samples that finished in it."""
+        """One forward pass; returns (order of arrival, trajectory) of the samples that finished in it.
+
+        Raises:
+            NumericsError: an activation or logit is not finite. After any error the engine is idle: samples in flight are
+                dropped and their pages are free.
+        """
+        try:
+            with torch.inference_mode():
+                return self._step()
+        except BaseException:
+            for sample in list(self._samples.values()):
+                sample.forks = []
+                self._retire(sample)
+            raise
+
+    def _step(self) -> list[tuple[int, Trajectory]]:
         work = self.scheduler.schedule(self.version)
         if not work:
             return []
@@ -387,7 +414,8 @@ class Engine:
         if full <= sample.registered:
             return
         if len(sample.digests) < full:
-            sample.digests = self.pool.digests(self.version, sample.tokens, full)
+            phases = sample.phases(full * self.pool.page_size, self.pool)
+            sample.digests = self.pool.digests(self.version, sample.tokens, full, phases)
         for i in range(sample.registered, full):
             self.pool.register(sample.digests[i], sample.pages[i])
         sample.registered = full

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from halfbyte.errors import DataError
 from halfbyte.models.open_model import open_model
@@ -15,8 +18,14 @@ from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.models.trajectory import SamplingParams, Trajectory
 from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.rollout.request import Request, request_key
+from halfbyte.rollout.stop import first_stop
 
 __all__ = ["generate_file", "read_prompts"]
+
+#: New tokens of a response where nothing else is said and the model has room for them.
+USUAL_MAX_TOKENS = 256
+_FIELDS = ("sample", "response", "finish_reason", "tokens")
+_LOGPROB_FIELDS = ("token_ids", "logprobs")
 
 
 def read_prompts(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -37,7 +46,13 @@ def read_prompts(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+            # An escaped half of a surrogate pair is valid JSON, but no text that a tokenizer or a file takes.
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                "the line holds half of a surrogate pair", where=where, expected="text that UTF-8 can write"
+            ) from error
+        except (ValueError, RecursionError) as error:
             raise DataError(f"not JSON: {error}", where=where) from error
         good = isinstance(row, dict) and (isinstance(row.get("prompt"), str) != isinstance(row.get("messages"), list))
         if not good:
@@ -53,7 +68,7 @@ def generate_file(
     target: Path,
     *,
     precision: str,
-    max_tokens: int,
+    max_tokens: int | None,
     temperature: float,
     top_p: float,
     top_k: int,
@@ -68,37 +83,59 @@ def generate_file(
     Every line repeats its prompt's fields and adds ``sample``, ``response``, ``finish_reason`` and ``tokens`` (how many);
     with ``logprobs`` also ``token_ids`` and ``logprobs``. Stop strings are cut off the text, not off the ids.
 
+    Arguments:
+        max_tokens: most new tokens of a response; None takes 256, or what the model has room for behind the prompt.
+
     Returns:
         The number of responses.
 
     Raises:
-        UserError: the model or a prompt cannot be used; nothing is written.
+        UserError: the model, a prompt or the target cannot be used; nothing is written. The target is tried first.
     """
     rows = list(read_prompts(source))
     if not rows:
         raise DataError("there are no prompts", where=str(source), expected="at least one line")
+    _refuse_taken_fields(rows, source, logprobs)
     sampling = SamplingParams(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
-        max_tokens=max_tokens,
+        max_tokens=USUAL_MAX_TOKENS if max_tokens is None else max_tokens,
         stop=stop,
         seed=seed,
     )
+    with _replacing(target) as file:
+        lines = list(_responses(model, source, rows, sampling, precision, n, logprobs, clamp=max_tokens is None))
+        try:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise _unwritable(target, error) from error
+    return len(lines)
+
+
+def _responses(
+    model: str,
+    source: Path,
+    rows: Sequence[tuple[int, Mapping[str, Any]]],
+    sampling: SamplingParams,
+    precision: str,
+    n: int,
+    logprobs: bool,
+    clamp: bool,
+) -> Iterator[str]:
+    """The lines of the output, in order of prompt and sample."""
     checkpoint, tokenizer = open_model(model)
-    requests = [
-        Request(
-            _encode(tokenizer, row),
-            sampling,
-            n=n,
-            key=request_key("generate", json.dumps(row, sort_keys=True)),
-            group=i,
-        )
-        for i, (_, row) in enumerate(rows)
-    ]
     arch = checkpoint.architecture
-    longest = min(arch.max_positions, max(len(r.prompt_ids) for r in requests) + max_tokens)
+    requests = []
+    for i, (number, row) in enumerate(rows):
+        ids = _encode(tokenizer, row, f"{source}:{number}")
+        fitting = _fitting(sampling, len(ids), arch.max_positions, clamp, f"{source}:{number}")
+        key = request_key("generate", json.dumps(row, sort_keys=True))
+        requests.append(Request(ids, fitting, n=n, key=key, group=i))
+    longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
     engine = Engine(
         arch,
         precision_from(precision),
@@ -106,9 +143,8 @@ def generate_file(
         detokeniser=tokenizer,
         options=EngineOptions(max_length=longest, max_sequences=256, kv_memory_mb=1024),
     )
-    out = []
     for trajectory in engine.generate(requests):
-        text = _cut(tokenizer.decode(trajectory.response_ids.tolist()), stop, trajectory)
+        text = _cut(tokenizer.decode(trajectory.response_ids.tolist()), trajectory)
         line = {
             **rows[trajectory.group][1],
             "sample": trajectory.sample,
@@ -119,23 +155,92 @@ def generate_file(
         if logprobs:
             line["token_ids"] = trajectory.response_ids.tolist()
             line["logprobs"] = trajectory.logprobs.tolist()
-        out.append(json.dumps(line, ensure_ascii=False) + "\n")
-    temporary = target.with_name(f".{target.name}.tmp")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(out)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(target)
-    return len(out)
+        yield json.dumps(line, ensure_ascii=False) + "\n"
 
 
-def _encode(tokenizer: Tokenizer, row: Mapping[str, Any]) -> tuple[int, ...]:
-    if "messages" in row and isinstance(row["messages"], list):
-        return tuple(tokenizer.encode_chat(row["messages"]))
-    return tuple(tokenizer.encode(row["prompt"], add_special_tokens=True))
+@contextmanager
+def _replacing(target: Path) -> Iterator[TextIO]:
+    """A new file that takes the place of ``target`` once it is whole; after a failure neither it nor its folders stay.
+
+    Raises:
+        DataError: the target cannot be written.
+    """
+    made = [folder for folder in target.parents if not folder.exists()]
+    temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
+    done = False
+    try:
+        try:
+            if target.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            file = temporary.open("w", encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(target, error) from error
+        with file:
+            yield file
+        try:
+            temporary.replace(target)
+        except OSError as error:
+            raise _unwritable(target, error) from error
+        done = True
+    finally:
+        if not done:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+                for folder in made:
+                    folder.rmdir()
 
 
-def _cut(text: str, stop: tuple[str, ...], trajectory: Trajectory) -> str:
-    found = [text.index(s) for s in stop if s in text] if trajectory.finish_reason == "stop" else []
-    return text[: min(found)] if found else text
+def _unwritable(target: Path, error: OSError) -> DataError:
+    return DataError(
+        f"the responses cannot be written: {error.strerror or error}",
+        where=str(target),
+        expected="a file in a folder that can be written",
+    )
+
+
+def _refuse_taken_fields(rows: Iterable[tuple[int, Mapping[str, Any]]], source: Path, logprobs: bool) -> None:
+    ours = (*_FIELDS, *(_LOGPROB_FIELDS if logprobs else ()))
+    for number, row in rows:
+        if taken := [name for name in ours if name in row]:
+            raise DataError(
+                f"the line has {', '.join(taken)}, which the output uses itself",
+                where=f"{source}:{number}",
+                expected=f"fields other than {', '.join(ours)}",
+                fix="rename them in the input",
+            )
+
+
+def _encode(tokenizer: Tokenizer, row: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    try:
+        if isinstance(row.get("messages"), list):
+            ids = tokenizer.encode_chat(row["messages"])
+        else:
+            ids = tokenizer.encode(row["prompt"], add_special_tokens=True)
+    except DataError as error:
+        place = f"{where} ({error.where})" if error.where else where
+        raise DataError(error.what, where=place, expected=error.expected, fix=error.fix) from error
+    if not ids:
+        raise DataError("the prompt encodes to no token", where=where, expected="at least one token")
+    return tuple(ids)
+
+
+def _fitting(sampling: SamplingParams, prompt: int, positions: int, clamp: bool, where: str) -> SamplingParams:
+    """``sampling`` with at most as many tokens as the model has room for, if that is allowed."""
+    room = positions - prompt
+    if room >= sampling.max_tokens:
+        return sampling
+    if room < 1 or not clamp:
+        wanted = "" if room < 1 else f" and {sampling.max_tokens} new ones"
+        raise DataError(
+            f"the prompt's {prompt} tokens{wanted} do not fit the model",
+            where=where,
+            expected=f"at most {positions} positions in all",
+            fix="shorten the prompt" if room < 1 else f"shorten the prompt, or lower --max-tokens to {room}",
+        )
+    return replace(sampling, max_tokens=room)
+
+
+def _cut(text: str, trajectory: Trajectory) -> str:
+    found = first_stop(text, trajectory.sampling.stop) if trajectory.finish_reason == "stop" else None
+    return text if found is None else text[: found[0]]

@@ -111,22 +111,29 @@ class PackedExecution:
     def head(self, x: Tensor) -> Tensor:
         """[R, hidden] -> logits [R, vocab], in the decode precision: logits are only drawn from."""
         kind = self.precision.decode.head
-        return self.kernels.linear(x, self.weights.linears[("lm_head",), kind])
+        self._require_finite(x, "model.norm", self.batch.rows)
+        out = self.kernels.linear(x, self.weights.linears[("lm_head",), kind])
+        self._require_finite(out, "lm_head", self.batch.rows)
+        return out
 
     def layer(self, index: int, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Run a layer; with ``find_fault``, stop at the first that is not finite."""
         out = function(x)
-        if self.find_fault:
-            bad = (~torch.isfinite(out)).any(dim=1).nonzero()
-            if len(bad):
-                row = int(bad[0])
-                raise NumericsError(
-                    "an activation is not finite",
-                    where=f"model.layers.{index}, token {int(self.batch.ids[row])} at position {int(self.batch.positions[row])}",
-                    expected="finite activations",
-                    fix="check the weights of this layer (halfbyte doctor MODEL), or run this site in bf16",
-                )
+        self._require_finite(out, f"model.layers.{index}", None)
         return out
+
+    def _require_finite(self, out: Tensor, name: str, rows: Tensor | None) -> None:
+        if not self.find_fault:
+            return
+        bad = (~torch.isfinite(out)).any(dim=1).nonzero()
+        if len(bad):
+            row = int(bad[0]) if rows is None else int(rows[int(bad[0])])
+            raise NumericsError(
+                "an activation is not finite",
+                where=f"{name}, token {int(self.batch.ids[row])} at position {int(self.batch.positions[row])}",
+                expected="finite activations",
+                fix="check the weights of this layer (halfbyte doctor MODEL), or run this site in bf16",
+            )
 
     def _phased(self, x: Tensor, weights: list[PackedLinear], call: Callable[[Tensor, PackedLinear], Tensor]) -> Tensor:
         if len(weights) == 1:

@@ -44,7 +44,7 @@ class PagePool:
                 where="rollout.kv_memory_mb",
                 expected=f"at least {self.page_bytes(arch, precision, page_size) / 2**20:.2f} MiB",
             )
-        self.kernels, self.page_size, self.n_pages = kernels, page_size, n_pages
+        self.kernels, self.page_size, self.n_pages, self.phased = kernels, page_size, n_pages, precision.phased
         self.layers = [
             kernels.new_kv_layer(n_pages, page_size, arch.n_kv_heads, arch.head_dim, precision.kv, precision.kv_spec)
             for _ in range(arch.n_layers)
@@ -132,13 +132,20 @@ class PagePool:
             paged = self.routes.reshape(self.n_pages, self.page_size, *self.routes.shape[1:])
             paged[targets] = paged[sources]
 
-    def digests(self, version: int, tokens: Sequence[int], count: int) -> list[bytes]:
-        """Chained digests of the first ``count`` full pages of ``tokens`` under a weight version."""
+    def digests(
+        self, version: int, tokens: Sequence[int], count: int, generated: Sequence[bool] | None = None
+    ) -> list[bytes]:
+        """Chained digests of the first ``count`` full pages of ``tokens`` under a weight version.
+
+        ``generated``: the tokens' phases, where prompt and generated tokens run in different precisions and so leave
+        different keys and values behind.
+        """
         out: list[bytes] = []
         parent = f"version {version} page_size {self.page_size}".encode()
         for i in range(count):
             chunk = np.asarray(tokens[i * self.page_size : (i + 1) * self.page_size], dtype=np.int64)
-            parent = hashlib.blake2b(parent + chunk.tobytes(), digest_size=16).digest()
+            phases = b"" if generated is None else bytes(generated[i * self.page_size : (i + 1) * self.page_size])
+            parent = hashlib.blake2b(parent + chunk.tobytes() + phases, digest_size=16).digest()
             out.append(parent)
         return out
 

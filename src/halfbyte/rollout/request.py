@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from halfbyte.models.trajectory import FinishReason, SamplingParams
+from halfbyte.rollout.pages import PagePool
 
 __all__ = ["Request", "Sample", "request_key"]
 
@@ -66,6 +67,10 @@ class Sample:
     def prompt_length(self) -> int:
         """Number of prompt tokens."""
         return len(self.request.prompt_ids)
+
+    def phases(self, count: int, pool: PagePool) -> list[bool] | None:
+        """Phases of the first ``count`` tokens, or None where the pool's precision does not tell them apart."""
+        return [self.is_generated(p) for p in range(count)] if pool.phased else None
 
     def is_generated(self, position: int) -> bool:
         """Whether the token at ``position`` was produced by the policy (and so runs in decode precision)."""

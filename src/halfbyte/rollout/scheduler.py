@@ -123,7 +123,9 @@ class Scheduler:
         if not self.prefix_cache:
             return
         full = (len(sample.tokens) - 1) // self.pool.page_size  # the last token is always computed, for its logits
-        sample.digests = self.pool.digests(version, sample.tokens, full)
+        sample.digests = self.pool.digests(
+            version, sample.tokens, full, sample.phases(full * self.pool.page_size, self.pool)
+        )
         sample.pages = self.pool.match(sample.digests)
         sample.registered = len(sample.pages)
         sample.computed = len(sample.pages) * self.pool.page_size

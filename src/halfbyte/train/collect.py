@@ -88,12 +88,17 @@ def collect(
         following: list[tuple[_Live, Request]] = []
         for sample in current:
             turn = _score(sample, tokenizer)
-            if turn.done or turn.error is not None or sample.trajectory.finish_reason == "length":
+            request = None
+            if not turn.done and turn.error is None and sample.trajectory.finish_reason != "length":
+                request = _next_request(sample, turn, tokenizer, engine)
+            if request is None:
+                if not turn.done and turn.error is None:
+                    _cut(sample.trajectory)
                 finished[place[id(sample)]] = sample.trajectory
                 if on_scored is not None:
                     on_scored(sample.trajectory)
             else:
-                following.append((sample, _next_request(sample, turn, tokenizer, engine)))
+                following.append((sample, request))
         current = []
         for (sample, request), new in zip(following, engine.generate([r for _, r in following])):
             sample.trajectory = _joined(sample.trajectory, request, new)
@@ -114,12 +119,22 @@ def _score(sample: _Live, tokenizer: Tokenizer) -> Turn:
     return turn
 
 
-def _next_request(sample: _Live, turn: Turn, tokenizer: Tokenizer, engine: Engine) -> Request:
+def _cut(t: Trajectory) -> None:
+    """An episode that ran out of tokens ends where it is: what it has earned so far, 0 if nothing, and not correct."""
+    t.finish_reason = "length"
+    t.reward = t.reward or 0.0
+    t.info = {**t.info, "correct": False}
+
+
+def _next_request(sample: _Live, turn: Turn, tokenizer: Tokenizer, engine: Engine) -> Request | None:
+    """The next turn, or None when the context is full."""
     t = sample.trajectory
     observation = tokenizer.encode(turn.observation or "")
     prompt = (*t.ids.tolist(), *observation)
     generated = (*([False] * len(t.prompt_ids)), *t.mask.tolist(), *([False] * len(observation)))
-    budget = max(1, min(t.sampling.max_tokens, engine.max_length - len(prompt)))
+    budget = min(t.sampling.max_tokens, engine.max_length - len(prompt))
+    if budget < 1:
+        return None
     return Request(
         prompt,
         replace(t.sampling, max_tokens=budget),

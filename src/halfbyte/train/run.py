@@ -10,14 +10,16 @@ from pathlib import Path
 from types import FrameType
 
 from halfbyte.config import Config, difference
-from halfbyte.envs import make_env
-from halfbyte.errors import ConfigError
+from halfbyte.envs import Environment, Split, make_env
+from halfbyte.errors import ConfigError, DataError
 from halfbyte.kernels import active
 from halfbyte.learner.learner import Learner
 from halfbyte.models.checkpoint_writer import save_checkpoint
 from halfbyte.models.open_model import open_model
 from halfbyte.models.precision import precision_from
+from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.rollout.engine import Engine, EngineOptions
+from halfbyte.train.collect import encode_prompt
 from halfbyte.train.run_folder import RunFolder, environment
 from halfbyte.train.state import Progress, latest_checkpoint, load_state
 from halfbyte.train.tracker import make_tracker
@@ -28,24 +30,28 @@ __all__ = ["run"]
 #: keys that may differ between a run and its resumption: they change no number
 FREE = (
     "train.out",
-    "train.steps",
     "train.tracker",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.save_trajectories_every",
 )
+#: finite data sets up to this size are checked before the first step
+CHECKED_PROMPTS = 20_000
 
 
 def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int:
     """Train as ``config`` says. Returns 0 when all steps are done, 130 when stopped (a checkpoint is written).
 
+    Everything is opened and checked before the run folder is touched: a run that cannot start leaves it as it was, and an
+    existing run is replaced (``overwrite``) only by one that starts.
+
     Raises:
         UserError: anything the user can mend; the run folder keeps what it had.
     """
-    rollout_precision = precision_from(config.precision)
     folder = RunFolder(Path(config.train.out))
-    _prepare(folder, config, resume=resume, overwrite=overwrite)
+    _refuse_to_mix(folder, config, resume=resume, overwrite=overwrite)
     kernels = active()
+    rollout_precision = precision_from(config.precision)
     learner_precision = (
         rollout_precision if config.learner.precision == "same" else precision_from(config.learner.precision)
     )
@@ -55,8 +61,15 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
     if config.env.reward is not None:
         options["reward"] = config.env.reward
     env = make_env(config.env.name, **options)
-    length = config.env.max_prompt_tokens + config.rollout.max_tokens
-    longest = arch.max_positions if getattr(env, "multi_turn", False) else min(arch.max_positions, length)
+    room = arch.max_positions - config.rollout.max_tokens
+    if room < 1:
+        raise ConfigError(
+            f"max_tokens {config.rollout.max_tokens} leaves no room for a prompt",
+            where="rollout.max_tokens",
+            expected=f"fewer than the model's {arch.max_positions} positions",
+        )
+    prompt_limit = min(config.env.max_prompt_tokens, room)
+    longest = arch.max_positions if env.multi_turn else prompt_limit + config.rollout.max_tokens
     learner = Learner(
         arch,
         checkpoint.tensors,
@@ -74,12 +87,10 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
     saved = latest_checkpoint(folder.path / "checkpoints") if resume else None
     if saved is not None:
         progress = load_state(saved, learner)
-        folder.rewind(progress.step)
-    elif resume:
-        folder.rewind(-1)
-    folder.create()
-    folder.write_json("config.json", config.to_json())
-    folder.write_json("environment.json", environment(config.train.seed))
+        if progress.step > config.train.steps:
+            raise ConfigError(
+                f"the run has done {progress.step} steps", where="train.steps", expected=f"at least {progress.step}"
+            )
     engine = Engine(
         arch,
         rollout_precision,
@@ -95,32 +106,42 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         kernels=kernels,
         version=progress.version,
     )
+    _check_prompts(env, tokenizer, prompt_limit)
     tracker = make_tracker(config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json())
-    trainer = Trainer(config, folder, engine, learner, env, tokenizer, tracker, progress)
-    with _graceful_stop(trainer):
-        complete = trainer.run()
-    tracker.finish()
-    if not complete:
-        return 130
-    save_checkpoint(
-        folder.path / "model",
-        arch,
-        dict(learner.parameters.published()),
-        tokenizer_from=checkpoint.tokenizer_path,
-        overwrite=True,
-    )
-    folder.write_json("summary.json", trainer.summary())
+    with folder.locked():
+        if overwrite:
+            _clear(folder)
+        folder.create()
+        folder.rewind(progress.step if saved is not None else -1)
+        folder.write_json("config.json", config.to_json())
+        folder.write_json("environment.json", environment(config.train.seed))
+        trainer = Trainer(config, folder, engine, learner, env, tokenizer, tracker, progress, prompt_limit)
+        with _graceful_stop(trainer):
+            complete = trainer.run()
+        tracker.finish()
+        if not complete:
+            return 130
+        save_checkpoint(
+            folder.path / "model",
+            arch,
+            dict(learner.parameters.published()),
+            tokenizer_from=checkpoint.tokenizer_path,
+            overwrite=True,
+        )
+        folder.write_json("summary.json", trainer.summary())
     return 0
 
 
-def _prepare(folder: RunFolder, config: Config, *, resume: bool, overwrite: bool) -> None:
-    """Refuse to mix runs: an existing run is resumed with its own configuration, overwritten on request, or left alone."""
+def _refuse_to_mix(folder: RunFolder, config: Config, *, resume: bool, overwrite: bool) -> None:
+    """An existing run is resumed with its own configuration, overwritten on request, or left alone."""
     old = folder.read_json("config.json")
     where = str(folder.path)
     if resume:
         if old is None:
             raise ConfigError("there is no run to resume", where=where, expected="a run folder with config.json")
-        changed = [key for key in difference(old, config.to_json()) if key.split(":")[0].strip() not in FREE]
+        # a constant schedule does not depend on the number of steps, so such a run may go on for longer
+        free = (*FREE, "train.steps") if config.learner.schedule == "constant" else FREE
+        changed = [key for key in difference(old, config.to_json()) if key.split(":")[0].strip() not in free]
         if changed:
             raise ConfigError(
                 f"the configuration differs from the run's: {'; '.join(changed)}",
@@ -128,14 +149,23 @@ def _prepare(folder: RunFolder, config: Config, *, resume: bool, overwrite: bool
                 expected="the configuration the run was started with",
                 fix="resume without changes, or start a new run with another --out",
             )
-    elif old is not None:
-        if not overwrite:
-            raise ConfigError(
-                "the run folder already holds a run",
-                where=where,
-                fix="--resume goes on with it, --overwrite replaces it, --out names another folder",
-            )
-        _clear(folder)
+    elif old is not None and not overwrite:
+        raise ConfigError(
+            "the run folder already holds a run",
+            where=where,
+            fix="--resume goes on with it, --overwrite replaces it, --out names another folder",
+        )
+
+
+def _check_prompts(env: Environment, tokenizer: Tokenizer, limit: int) -> None:
+    """Encode every prompt of a finite data set, so that a bad one is found before the first step and not in mid-run."""
+    splits: tuple[Split, ...] = ("train", "eval")
+    for split in splits:
+        size = env.size(split)
+        if size == 0:
+            raise DataError(f"the environment has no {split} prompts", where=env.name, expected="at least one")
+        for index in range(min(size or 1, CHECKED_PROMPTS)):
+            encode_prompt(tokenizer, env.prompt(split, index), limit)
 
 
 def _clear(folder: RunFolder) -> None:

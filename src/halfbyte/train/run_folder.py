@@ -6,12 +6,14 @@ policy as an ordinary checkpoint), ``summary.json`` and ``report.html``.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 
 from halfbyte import __version__
-from halfbyte.errors import DataError
+from halfbyte.errors import ConfigError, DataError
 from halfbyte.kernels import describe
 
 __all__ = ["RunFolder", "environment", "write_atomic"]
@@ -108,6 +110,25 @@ class RunFolder:
             raise DataError("not a JSON object", where=str(path))
         return value
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run folder for this process; the lock goes with the process, however it ends.
+
+        Raises:
+            ConfigError: another process is writing to this run.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ConfigError(
+                    "another process is writing to this run folder",
+                    where=str(self.path),
+                    fix="wait for it, or use --out",
+                ) from error
+            yield
+
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a line to ``metrics.jsonl``; a line is written in one call, so a kill leaves at most one broken line."""
         with self.metrics_path.open("a", encoding="utf-8") as file:
@@ -132,5 +153,5 @@ class RunFolder:
 
     def save_trajectories(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write sampled trajectories of a step as JSON lines."""
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        text = "".join(json.dumps(row) + "\n" for row in rows)  # ASCII: a reward's text may hold lone surrogates
         write_atomic(self.path / "trajectories" / f"step_{step:06d}.jsonl", text)

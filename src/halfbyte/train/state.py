@@ -53,15 +53,19 @@ def save_state(folder: Path, learner: Learner, progress: Progress, keep: int) ->
         shutil.rmtree(target)
     work.rename(target)
     _sync_folder(folder)
-    for old in sorted(folder.glob("step_*"))[:-keep]:
+    for old in _by_step(folder)[:-keep]:
         shutil.rmtree(old)
     return target
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None."""
-    found = sorted(p for p in folder.glob("step_*") if (p / "state.json").exists())
+    found = [p for p in _by_step(folder) if (p / "state.json").exists()]
     return found[-1] if found else None
+
+
+def _by_step(folder: Path) -> list[Path]:
+    return sorted((p for p in folder.glob("step_*") if p.name[5:].isdigit()), key=lambda p: int(p.name[5:]))
 
 
 def load_state(path: Path, learner: Learner) -> Progress:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from halfbyte.config import Config
 from halfbyte.envs import Environment, Prompt
+from halfbyte.errors import NumericsError, UserError
 from halfbyte.learner.learner import Learner
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.models.trajectory import SamplingParams, Trajectory
@@ -45,9 +46,11 @@ class Trainer:
         tokenizer: Tokenizer,
         tracker: Tracker,
         progress: Progress,
+        prompt_limit: int,
     ) -> None:
         self.config, self.folder, self.engine, self.learner = config, folder, engine, learner
         self.environment, self.tokenizer, self.tracker, self.progress = environment, tokenizer, tracker, progress
+        self.prompt_limit = prompt_limit
         self.stop = False
         self._said: set[str] = set()
         self._since = time.monotonic()
@@ -63,7 +66,19 @@ class Trainer:
         )
 
     def run(self) -> bool:
-        """Train; returns False if stopped before the last step. A checkpoint is written at the end either way."""
+        """Train; returns False if stopped before the last step. A checkpoint is written at the end either way.
+
+        Raises:
+            UserError: in mid-run; the steps done so far are in a checkpoint, except where a weight is not finite.
+        """
+        try:
+            return self._run()
+        except UserError as error:
+            if self.progress.step and not isinstance(error, NumericsError):
+                self._save()
+            raise
+
+    def _run(self) -> bool:
         config, progress = self.config, self.progress
         with RunProgress(config.train.steps, progress.step) as display:
             if progress.step == 0:
@@ -80,14 +95,14 @@ class Trainer:
                 if config.train.checkpoint_every and progress.step % config.train.checkpoint_every == 0:
                     self._save()
                 display.step(progress.step, _note(row))
-            if progress.step == config.train.steps:
+            if progress.step >= config.train.steps:
                 row = self._evaluate()
                 display.say(
                     f"held-out accuracy after: {row['eval/accuracy']:.3f} "
                     f"[{row['eval/accuracy_low']:.3f}, {row['eval/accuracy_high']:.3f}]"
                 )
             self._save()
-        return progress.step == config.train.steps
+        return progress.step >= config.train.steps
 
     def summary(self) -> dict[str, object]:
         """What ``summary.json`` holds, from the metrics of the run."""
@@ -103,8 +118,8 @@ class Trainer:
             "wall_seconds": self.progress.wall_seconds,
             "rollout_seconds": self.progress.rollout_seconds,
             "learner_seconds": self.progress.learner_seconds,
-            "k3_kl": _mean([r["gap/k3_kl"] for r in trained]),
-            "mean_abs_gap": _mean([r["gap/mean_abs"] for r in trained]),
+            "k3_kl": _mean([r["gap/k3_kl"] for r in trained]) if trained else None,
+            "mean_abs_gap": _mean([r["gap/mean_abs"] for r in trained]) if trained else None,
             "seed": self.config.train.seed,
             "precision": self.engine.precision.name,
             "learner_precision": self.learner.parameters.precision.name,
@@ -134,7 +149,7 @@ class Trainer:
             self.sampling,
             samples=config.rollout.samples_per_prompt,
             key=("train", progress.step),
-            max_prompt_tokens=config.env.max_prompt_tokens,
+            max_prompt_tokens=self.prompt_limit,
         )
         rolled = time.perf_counter()
         result = self.learner.step(trajectories, progress.step, progress.version)
@@ -142,6 +157,7 @@ class Trainer:
             if note not in self._said:
                 self._said.add(note)
                 display.say(f"warning: {note}")
+        self._say_why_nothing_scored(trajectories, display)
         learned = time.perf_counter()
         if result.changed:
             progress.version += 1
@@ -149,7 +165,7 @@ class Trainer:
         published = time.perf_counter()
         every = config.train.save_trajectories_every
         if every and progress.step % every == 0:
-            self.folder.save_trajectories(progress.step, map(self._readable, trajectories[:SAVED_TRAJECTORIES]))
+            self.folder.save_trajectories(progress.step + 1, map(self._readable, trajectories[:SAVED_TRAJECTORIES]))
         progress.rollout_seconds += rolled - start
         progress.learner_seconds += learned - rolled
         row = result.metrics | _rollout_metrics(trajectories)
@@ -162,6 +178,16 @@ class Trainer:
             "time/step": time.perf_counter() - start,
         }
         return row
+
+    def _say_why_nothing_scored(self, trajectories: Sequence[Trajectory], display: RunProgress) -> None:
+        """Once, if a whole step has no reward: a broken reward function must not look like a slow start."""
+        errors = [str(t.info["error"]) for t in trajectories if t.reward is None and t.info.get("error")]
+        if errors and all(t.reward is None for t in trajectories) and "scoring" not in self._said:
+            self._said.add("scoring")
+            display.say(
+                f"warning: scoring failed for every sample of a step; the last line of the first traceback:\n"
+                f"  {errors[0].strip().splitlines()[-1]}"
+            )
 
     def _evaluate(self) -> dict[str, float]:
         done = [r for r in self.folder.rows() if r["kind"] == "eval" and r["step"] == self.progress.step]
@@ -176,7 +202,7 @@ class Trainer:
             self._prompts("eval", 0, config.prompts),
             sampling,
             samples=config.samples,
-            max_prompt_tokens=self.config.env.max_prompt_tokens,
+            max_prompt_tokens=self.prompt_limit,
         )
         self._record(self.progress.step, "eval", row)
         return row
@@ -212,9 +238,8 @@ def _rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     rewards = [t.reward for t in trajectories if t.reward is not None]
     mean = _mean(rewards)
     lengths = [len(t.response_ids) for t in trajectories]
-    return {
-        "reward/mean": mean,
-        "reward/std": _mean([(r - mean) ** 2 for r in rewards]) ** 0.5,
+    spread = {"reward/mean": mean, "reward/std": _mean([(r - mean) ** 2 for r in rewards]) ** 0.5} if rewards else {}
+    return spread | {
         "reward/failed": float(len(trajectories) - len(rewards)),
         "accuracy/train": _mean([float(bool(t.info.get("correct"))) for t in trajectories]),
         "length/mean": _mean([float(n) for n in lengths]),
@@ -228,7 +253,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _note(row: dict[str, float]) -> str:
-    parts = [f"reward {row['reward/mean']:.3f}"]
+    parts = [f"reward {row['reward/mean']:.3f}"] if "reward/mean" in row else ["no reward"]
     parts += [f"k3 {row['gap/k3_kl']:.1e}"] if "gap/k3_kl" in row else ["no signal"]
     parts += [f"{row['time/rollout']:.2f}+{row['time/learner']:.2f} s"]
     return "  ".join(parts)
