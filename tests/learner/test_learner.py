@@ -272,6 +272,33 @@ def test_one_long_sequence_does_not_widen_the_grid_of_the_others() -> None:
     assert torch.equal(rows.sort().values, torch.arange(sum(lengths)))
 
 
+def test_trl_6357_the_eos_is_trained_on_also_where_it_is_the_padding(checkpoint: Checkpoint) -> None:
+    """A response that is EOS alone, padded with the same id: its log-prob gets a gradient, the padding none."""
+    trajectories = rollouts(checkpoint)
+    for t in trajectories:
+        t.response_ids = np.array([1], np.int32) if t.sample else t.response_ids
+        if t.sample:
+            t.logprobs, t.mask, t.versions = (x[:1] for x in (t.logprobs, t.mask, t.versions))
+            assert t.routes is not None
+            t.routes = t.routes[: len(t) - 1]
+    of = learner(checkpoint, packing=False)
+    scored = of.score(trajectories)
+    assert int((scored.mask & (scored.sequence >= 0)).sum()) == sum(len(t.response_ids) for t in trajectories)
+    padded, _ = gradients(learner(checkpoint, packing=False), trajectories)
+    packed, _ = gradients(learner(checkpoint, packing=True), trajectories)
+    head = padded["lm_head.weight"][1]
+    assert float(head.abs().max()) > 1e-4, "the EOS row of the head is trained"
+    torch.testing.assert_close(padded["lm_head.weight"], packed["lm_head.weight"], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_openrlhf_857_the_learner_divides_by_the_rollouts_temperature(
+    checkpoint: Checkpoint, temperature: float
+) -> None:
+    metrics = learner(checkpoint).step(rollouts(checkpoint, temperature=temperature), 0).metrics
+    assert metrics["gap/max_abs"] < 1e-4
+
+
 def test_micro_batches_keep_order_and_budget() -> None:
     assert micro_batches([5, 5, 5, 20, 1], 10, packing=True) == [[0, 1], [2], [3], [4]]
     assert micro_batches([2, 6, 2], 12, packing=False) == [[0, 1], [2]]
