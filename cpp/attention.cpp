@@ -54,7 +54,7 @@ bool attention(Isa isa, const AttentionInput& in, const int32_t* query_start, co
     const int64_t work = std::max<int64_t>(1, keys * in.kv.width * (in.heads / in.kv.heads) / int64_t(items.size()));
     const int64_t grain = std::max<int64_t>(1, (1 << 18) / work);
     parallel_for(int64_t(items.size()), grain, [&](int64_t begin, int64_t end) {
-        int64_t rows = 0;
+        int64_t rows = kRows;
         for (int64_t i = begin; i < end; ++i) rows = std::max(rows, items[size_t(i)].count * (in.heads / in.kv.heads));
         std::vector<float> scratch(size_t(scratch_floats(rows, in.kv.width)));
         table.attend(in, items.data() + begin, end - begin, scratch.data(), rows);

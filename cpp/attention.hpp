@@ -28,13 +28,14 @@ struct KvPages {
     }
 };
 
-constexpr int64_t kStrip = 4;  // tiles whose scores are taken together
-constexpr int64_t kGroup = 4;  // rows (query x head) that share loaded keys and values; kGroup * kStrip fit a vector
+constexpr int64_t kStrip = 4;  // tiles between two looks at the running maximum: part of the definition
+constexpr int64_t kGroup = 4;  // rows (query x head) that share loaded keys and values; twice as many fit a vector
 
-// Working memory: queries, accumulators, m and l of all rows; scores, value weights and alphas of a group; a strip of values.
+// Working memory (AttentionScratch): queries, their factors, accumulators, m and l of all rows; scores, value weights and factors
+// of a group; a strip of values.
 constexpr int64_t scratch_floats(int64_t rows, int64_t width) {
     const int64_t padded = (width + 15) / 16 * 16;
-    return rows * (2 * padded + 2) + kGroup * kStrip * (kTile + padded + 1) + kStrip * kTile * padded;
+    return rows * (3 * padded + 18) + kGroup * (kStrip * (2 * kTile + 2 * padded) + 2 + padded / 8) + kStrip * kTile * padded;
 }
 
 struct AttentionInput {
@@ -54,7 +55,8 @@ struct AttentionItem {
 };
 
 struct AttentionTable {
-    // `rows` is the largest count * heads / kv heads of an item; `scratch` holds scratch_floats(rows, width).
+    // `rows`: what `scratch` is for, scratch_floats(rows, width) of them; at least the largest count * heads / kv heads of an
+    // item. Neighbouring kv heads are processed together as far as they fit.
     void (*attend)(const AttentionInput&, const AttentionItem* items, int64_t count, float* scratch, int64_t rows);
 };
 

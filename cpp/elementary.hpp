@@ -29,12 +29,26 @@ HALFBYTE_INLINE F16 exp(const F16& x) {
     return select(x != x, x, result);
 }
 
-// To 22 significant bits (ties to even), magnitudes below 2^-100 to 0: products with E2M1 values are then exact.
-HALFBYTE_INLINE F16 round22(const F16& x) {
-    const U16 b = bits<U16>(x);
-    const F16 rounded = bits<F16>((b + 1u + ((b >> 2) & 1u)) & ~3u);
-    const F16 magnitude = bits<F16>(bits<U16>(rounded) & 0x7FFFFFFFu);
-    return select(magnitude < 0x1p-100f, F16{}, rounded);
+// e^x for x <= 0: the bits of exp() down to -87, 0 below (NaN gives 0).
+HALFBYTE_INLINE F16 exp_negative(const F16& x) {
+    const float rounder = 12582912.0f;
+    const F16 n = (x * 0x1.715476p+0f + rounder) - rounder;
+    const F16 r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;
+    F16 p = splat(0x1.6a23cep-10f);
+    p = p * r + 0x1.123a20p-7f;
+    p = p * r + 0x1.5558f2p-5f;
+    p = p * r + 0x1.555492p-3f;
+    p = p * r + 0x1.fffffcp-2f;
+    const F16 y = 1.0f + (r + (r * r) * p);
+#if defined(__AVX512F__)
+    const __m512i exponent = _mm512_slli_epi32(_mm512_cvtps_epi32(bits<__m512>(n)), 23);
+    const __mmask16 known = _mm512_cmp_ps_mask(bits<__m512>(x), _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
+    return bits<F16>(_mm512_maskz_add_epi32(known, bits<__m512i>(y), exponent));
+#else
+    const I16 known = x >= -87.0f;
+    const U16 exponent = bits<U16>(__builtin_convertvector(select(known, n, F16{}), I16)) << 23;
+    return bits<F16>(bits<I16>(bits<U16>(y) + exponent) & known);
+#endif
 }
 
 // The natural logarithm of a positive, finite, normal number.

@@ -47,11 +47,9 @@ void store_keys(const KvPages& kv, Place at, const uint8_t* codes, const uint8_t
 
 void store_values(const KvPages& kv, Place at, const uint8_t* codes, const uint8_t* scales) {
     uint32_t* words = kv.tile_at<uint32_t>(kv.v, at.tile);
-    const int64_t blocks = kv.width / 16;
-    for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t i = at.lane * blocks + b;
-        uint32_t* word = words + i / 8 * 16;
-        const uint32_t shift = static_cast<uint32_t>(4 * (i % 8)), clear = ~(15u << shift);
+    const uint32_t shift = static_cast<uint32_t>(8 * (at.lane % 4) + at.lane % 8 / 4 * 4), clear = ~(15u << shift);
+    for (int64_t b = 0; b < kv.width / 16; ++b) {
+        uint32_t* word = words + (2 * b + at.lane / 8) * 16;
         for (int64_t l = 0; l < 16; ++l) {
             const uint32_t code = (codes[b * 8 + l / 2] >> (4 * (l % 2))) & 15u;
             word[l] = (word[l] & clear) | (code << shift);

@@ -120,6 +120,40 @@ def test_implementations_agree_bit_for_bit(
         assert same(batch.run(get(name), kind, seed=seed), truth), name
 
 
+@settings(deadline=None, max_examples=20)
+@given(
+    st.integers(-140, 120),
+    st.lists(st.integers(-30, 7), min_size=1, max_size=6),
+    st.sampled_from([1.0, -0.5, 0.0, 1e-30, 1e30]),
+    st.integers(0, 2**31),
+)
+def test_fp4_implementations_agree_at_extreme_sizes(exponent: int, sizes: list[int], scale: float, seed: int) -> None:
+    """Queries from subnormal to nearly overflowing, scales from none to the largest side by side, scores that overflow."""
+    batch = Batch.random([150, 70], [3, 64], 4, 2, 48, seed)
+    batch.q = [q * 2.0**exponent for q in batch.q]
+    for x in (*batch.k, *batch.v):
+        for i in range(0, len(x), 7):
+            x[i : i + 7] *= 2.0 ** sizes[i // 7 % len(sizes)]
+    layer, table, start, context = batch.layout(get("reference"), "fp4", 16)
+    results = [get(name).attention(torch.cat(batch.q), layer, table, start, context, scale) for name in NAMES]
+    for other in results[1:]:
+        assert torch.equal(torch.isnan(other), torch.isnan(results[0]))
+        assert torch.equal(other.nan_to_num(nan=0.0), results[0].nan_to_num(nan=0.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_relative_error_over_a_long_context(kind: str) -> None:
+    """Issue #3 asks for at most 1e-6 against float64 on the same operands."""
+    pytest.importorskip("halfbyte.kernels.native")
+    batch, kernels = Batch.random([12000], [2], 6, 2, 64), get("native")
+    layer, table, _, _ = batch.layout(kernels, kind, 16)
+    k, v = (t.double().repeat_interleave(3, 1) for t in layer.read(slots_of(table[0], 12000, 16)))
+    scores = torch.einsum("nhd,khd->hnk", batch.q[0].double(), k) * batch.scale
+    scores[:, 0, -1] = -torch.inf
+    truth = torch.einsum("hnk,khd->nhd", scores.softmax(-1), v)
+    assert float((batch.run(kernels, kind)[0].double() - truth).norm() / truth.norm()) <= 1e-6
+
+
 @pytest.mark.parametrize("d", [4, 8, 24, 40])
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_widths_that_are_no_multiple_of_16(kernels: Kernels, kind: str, d: int) -> None:
@@ -222,11 +256,13 @@ def test_empty_batches_and_sequences_without_queries(kernels: Kernels) -> None:
     assert same(batch.pick([0, 2]).run(kernels, "bf16"), [batch.run(kernels, "bf16")[i] for i in (0, 2)])
 
 
-def test_a_broken_query_stays_alone(kernels: Kernels) -> None:
-    batch = Batch.random([20, 20], [3, 3], 4, 2, 32)
-    clean = batch.run(kernels, "bf16")
-    batch.q[0][1, 2, 5] = float("nan")
-    broken = batch.run(kernels, "bf16")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_query_stays_alone(kernels: Kernels, kind: str, value: float) -> None:
+    batch = Batch.random([80, 20], [3, 3], 4, 2, 32)
+    clean = batch.run(kernels, kind)
+    batch.q[0][1, 2, 5] = value
+    broken = batch.run(kernels, kind)
     assert bool(torch.isnan(broken[0][1, 2]).all())
     broken[0][1, 2] = clean[0][1, 2]
     assert same(broken, clean)

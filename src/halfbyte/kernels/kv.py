@@ -7,8 +7,9 @@ a tile the layout is chosen so that 16 keys, and 16 neighbouring head dimensions
     fp4          k, v [pages, kv heads, tiles, D/8, 16]       int32 words of eight 4-bit codes, lowest nibble first
                  k_scales, v_scales [pages, kv heads, tiles, D/16, 16]    E4M3 bytes, last index the key
 
-FP4 keys: nibble n of word w, lane j is element 8 w + n of key j. FP4 values: with i = 8 w + n, key i // (D/16), element
-16 (i % (D/16)) + lane. Words are little-endian. Only this module and the attention and store kernels know the layout;
+FP4 keys: nibble n of word w, lane j is element 8 w + n of key j. FP4 values: nibble 2 i + h of word 2 b + g, lane j is
+element 16 b + j of key 8 g + 4 h + i, so that the bytes of a word, masked or shifted, belong to four keys in a row.
+Words are little-endian. Only this module and the attention and store kernels know the layout;
 everybody else reads tokens back with :meth:`KvLayer.read` and :meth:`KvLayer.quantised`.
 """
 
@@ -202,4 +203,8 @@ def unpack_words(words: Tensor, keys: bool) -> Tensor:
     )  # [..., w, lane, n]
     if keys:
         return nibbles.movedim(-2, -3).flatten(-2)
-    return nibbles.transpose(-1, -2).reshape(*words.shape[:-2], TILE, words.shape[-2] * 8)
+    lead, blocks = words.shape[:-2], words.shape[-2] // 2
+    split = nibbles.view(*lead, blocks, 2, 16, 4, 2)  # block, g, element, i, h
+    n = len(lead)
+    order = (*range(n), n + 1, n + 4, n + 3, n, n + 2)  # g, h, i, block, element
+    return split.permute(order).reshape(*lead, TILE, 16 * blocks)

@@ -1,16 +1,14 @@
-"""Causal attention over paged keys and values, with an online softmax over tiles of 16 keys (definition of the bits).
+"""Causal attention over paged keys and values, with an online softmax over strips of 64 keys (definition of the bits).
 
-Per query, head and tile of 16 keys by absolute position (arXiv 1805.02867, 2205.14135 for the online softmax):
+Per query, head and strip of 64 keys by absolute position (arXiv 1805.02867, 2205.14135 for the online softmax):
 
     s_j = (q . k_j) * scale        summed over d in order, float32, multiply then add
-    m' = max(m, max_j s_j);  alpha = exp(m - m');  p_j = exp(s_j - m');  l = l * alpha + p_0 + p_1 + ... in order
-    acc = acc * alpha;  acc = acc + p_j * v_j for j in order
-    out = acc / l + 0              (the last addition turns -0 into +0)
+    m' = max(m, max_j s_j);  alpha = exp(m - m');  p_j = exp(s_j - m')
+    l_i = l_i * alpha + (((p_i + p_16+i) + p_32+i) + p_48+i)      sixteen sums, i = 0 .. 15
+    acc = acc * alpha + (0 + p_0 * v_0 + p_1 * v_1 + ..)           in order; short sums keep long contexts exact to 1e-6
+    out = acc / l + 0              l: the l_i in halves, i beside i + 8, 4, 2, 1; the last addition turns -0 into +0
 
-Masked keys take part in nothing. FP4 pages (our own order; products with grid values are exact, so fused multiply-adds
-give the same bits): q' = round22(q); per block of 16 dimensions t = sum of q'_d * grid in order; q . k = (sum over
-blocks of t * e4m3, in order) * global; values use w_j = head22(p_j * e4m3_j), where a p_j below 2^-80 counts as 0,
-acc = acc + w_j * grid and out = (acc * global) / l + 0.
+Masked keys take part in nothing. FP4 pages have their own order, in :mod:`halfbyte.kernels.reference.attention_fp4`.
 
 The reference is vectorised over sequences, heads and queries, which are the last dimensions of every tensor below, and
 loops over keys and dimensions; so its value cannot depend on what shares the batch or on the page size.
@@ -23,14 +21,15 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ShapeError
-from halfbyte.formats import decode_e2m1, decode_e4m3
 from halfbyte.kernels.kv import TILE, KvLayer
-from halfbyte.kernels.reference.elementary import exp, head22, round22
+from halfbyte.kernels.reference.attention_fp4 import Fp4Query, add_fp4_values, fp4_scores
+from halfbyte.kernels.reference.elementary import exp, exp_negative
+from halfbyte.kernels.reference.tiles import STRIP, Tiles, read_tiles
 
 __all__ = ["attention", "check_attention"]
 
 _CHUNK = 64  # queries of one sequence that share a pass over the keys
-_ROWS = 16384  # (sequence, head, query) rows processed together
+_ROWS = 8192  # (sequence, head, query) rows processed together
 
 
 def check_attention(q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor) -> None:
@@ -121,88 +120,66 @@ def _attend(q: Tensor, layer: KvLayer, pages: Tensor, seen: Tensor, scale: float
     g, w, heads, d = q.shape
     r = heads // layer.n_kv
     rows = q.reshape(g, w, layer.n_kv, r, d).permute(4, 0, 2, 3, 1).reshape(d, g, layer.n_kv, r * w).contiguous()
-    if layer.kind == "fp4":
-        rows = round22(rows)
+    query = Fp4Query.of(rows, layer.global_scale, scale) if layer.kind == "fp4" else None
     seen_rows = seen.unsqueeze(1).expand(g, r, w).reshape(g, 1, r * w)
     last = seen.amax(1)
     m = torch.full(rows.shape[1:], -torch.inf)
-    length = torch.zeros_like(m)
+    lanes = torch.zeros(TILE, *m.shape)
     acc = torch.zeros_like(rows)
-    factor = torch.tensor(scale, dtype=torch.float32)
-    tiles_per_page = layer.page_size // TILE
-    for t in range(-(-int(last.max()) // TILE)):
-        n = int((last > t * TILE).sum())
-        where = (pages[:n, t // tiles_per_page].long(), t % tiles_per_page)  # pages, tile in the page
-        scores = _scores(rows[:, :n], layer, where) * factor
-        valid = (torch.arange(t * TILE, (t + 1) * TILE).view(TILE, 1, 1, 1) < seen_rows[:n]).expand_as(scores)
+    for first in range(0, int(last.max()), STRIP):
+        n = int((last > first).sum())
+        tiles = Tiles.at(layer, pages[:n], first, int(last.max()))
+        if query is None:
+            scores = _scores(rows[:, :n], layer, tiles) * torch.tensor(scale, dtype=torch.float32)
+        else:
+            scores = fp4_scores(query.first(n), layer, tiles)
+        seen_here = (seen_rows[:n] - first).expand(scores.shape[1:])
+        valid = torch.arange(len(scores)).view(-1, 1, 1, 1) < seen_here
         scores = torch.where(valid, scores, -torch.inf)
-        high = torch.maximum(m[:n], scores.amax(0))
-        some = valid[0]
+        top, some = scores.amax(0), seen_here > 0
+        high = torch.maximum(m[:n], top)
         alpha = torch.where(some, exp(m[:n] - high), 1.0)
-        p = torch.where(valid, exp(scores - high), 0.0)
-        total = length[:n] * alpha
-        for j in range(TILE):
-            total = total + p[j]
-        m[:n], length[:n] = high, total
+        p = exp(scores - high) if query is None else exp_negative(scores - top)
+        p = torch.where(valid, p, 0.0)
+        parts = p.view(-1, TILE, *p.shape[1:])
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
         a = acc[:, :n]
         a.mul_(alpha)
-        _add_values(a, p, layer, where)
-    if layer.kind == "fp4":
-        acc = acc * torch.tensor(layer.global_scale)
-    out = acc / torch.where(length > 0, length, 1.0) + 0.0
+        if query is None:
+            lanes[:, :n] = lanes[:, :n] * alpha + total
+            _add_values(a, p, layer, tiles)
+        else:
+            gain = torch.where(some, exp(top - high), 0.0)
+            lanes[:, :n] = lanes[:, :n] * alpha + total * gain
+            add_fp4_values(a, p, gain, seen_here, layer, tiles)
+        m[:n] = high
+    for half in (8, 4, 2, 1):
+        lanes = lanes[:half] + lanes[half : 2 * half]
+    length = torch.where(seen_rows > 0, lanes[0], 1.0)
+    if query is None:
+        out = acc / length + 0.0
+    else:
+        out = acc * torch.tensor(layer.global_scale) / length + 0.0
+        out = torch.where(torch.isnan(query.factor), torch.nan, out)
     return out.view(d, g, layer.n_kv, r, w).permute(1, 4, 2, 3, 0).reshape(g, w, heads, d)
 
 
-def _scores(rows: Tensor, layer: KvLayer, where: tuple[Tensor, int]) -> Tensor:
-    """Dot products of rows [D, n, n_kv, M] with one tile of keys: [16, n, n_kv, M]."""
-    keys = _tile(layer.k, where)  # [D or D/8, 16, n, n_kv]
-    result = rows.new_zeros((TILE, *rows.shape[1:]))
+def _scores(rows: Tensor, layer: KvLayer, tiles: Tiles) -> Tensor:
+    """Dot products of rows [D, n, n_kv, M] with the keys of a strip: [keys, n, n_kv, M]."""
+    keys = torch.cat(read_tiles(layer.k, tiles), 1).float().unsqueeze(-1)  # [D, keys, n, n_kv, 1]
+    result = rows.new_zeros((keys.shape[1], *rows.shape[1:]))
     product = torch.empty_like(result)
-    if layer.k_scales is None:
-        keys = keys.float().unsqueeze(-1)
-        for d in range(layer.head_dim):
-            result.add_(torch.mul(rows[d], keys[d], out=product))
-        return result
-    keys = _grid_values(keys).flatten(0, 1).unsqueeze(-1)  # [D, 16, n, n_kv, 1]
-    scales = decode_e4m3(_tile(layer.k_scales, where)).unsqueeze(-1)
-    for block in range(layer.head_dim // 16):
-        dot = torch.zeros_like(result)
-        for d in range(16 * block, 16 * block + 16):
-            dot.add_(torch.mul(rows[d], keys[d], out=product))
-        result.add_(dot.mul_(scales[block]))
-    return result.mul_(torch.tensor(layer.global_scale))
+    for d in range(layer.head_dim):
+        result.add_(torch.mul(rows[d], keys[d], out=product))
+    return result
 
 
-def _add_values(acc: Tensor, p: Tensor, layer: KvLayer, where: tuple[Tensor, int]) -> None:
-    """acc [D, n, n_kv, M] += p_j * v_j for the 16 keys in order; p [16, n, n_kv, M]."""
-    values = _tile(layer.v, where)
-    if layer.v_scales is None:
-        values = values.float().unsqueeze(-1)  # [16, D, n, n_kv, 1]
-        for j in range(TILE):
-            acc.add_(p[j] * values[j])
-        return
-    blocks = layer.head_dim // 16
-    values = _grid_values(values)  # [D/8, 8, 16 lanes, n, n_kv]
-    values = values.view(TILE, blocks, 16, *values.shape[3:]).unsqueeze(-1)
-    scales = decode_e4m3(_tile(layer.v_scales, where)).unsqueeze(-1)
-    split = acc.view(blocks, 16, *acc.shape[1:])
-    p = torch.where(p < 2.0**-80, 0.0, p)
-    for j in range(TILE):
-        w = head22(p[j] * scales[:, j])
-        split.add_(w.unsqueeze(1) * values[j])
-
-
-def _tile(array: Tensor, where: tuple[Tensor, int]) -> Tensor:
-    """One tile of each sequence with the sequences last: [A, B, n, n_kv] of pages [P, n_kv, tiles, A, B]."""
-    tile = array.select(2, where[1]).index_select(0, where[0])
-    n, n_kv, a, b = tile.shape
-    return tile.reshape(n * n_kv, a * b).t().contiguous().view(a, b, n, n_kv)  # a plain 2-D transpose is the fast copy
-
-
-def _grid_values(words: Tensor) -> Tensor:
-    """int32 words [W, 16, ...] to float32 grid values [W, 8, 16, ...]."""
-    table = decode_e2m1(torch.arange(16, dtype=torch.uint8))
-    out = torch.empty((words.shape[0], 8, *words.shape[1:]))
-    for n in range(8):
-        out[:, n] = table.index_select(0, ((words >> (4 * n)) & 15).flatten()).view_as(words)
-    return out
+def _add_values(acc: Tensor, p: Tensor, layer: KvLayer, tiles: Tiles) -> None:
+    """acc [D, n, n_kv, M] += the sum of p_j * v_j over the keys of a strip in order; p [keys, n, n_kv, M]."""
+    values = torch.cat(read_tiles(layer.v, tiles)).float().unsqueeze(-1)  # [keys, D, n, n_kv, 1]
+    total = torch.zeros_like(acc)
+    for j in range(len(values)):
+        total.add_(p[j] * values[j])
+    acc.add_(total)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["exp", "head22", "log", "round22"]
+__all__ = ["exp", "exp_negative", "log"]
 
 _LOG2E = float.fromhex("0x1.715476p+0")
 _ROUNDER = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to the nearest integer, ties to even
@@ -46,6 +46,11 @@ def exp(x: Tensor) -> Tensor:
     return torch.where(torch.isnan(x), x, y)
 
 
+def exp_negative(x: Tensor) -> Tensor:
+    """e^x of float32 x <= 0: the bits of :func:`exp` down to -87, 0 below, where NaN gives 0 too."""
+    return torch.where(x >= -87.0, exp(x), 0.0)
+
+
 def log(x: Tensor) -> Tensor:
     """Natural logarithm, float32 or float64 (computed in float64 and rounded once), element by element.
 
@@ -67,19 +72,3 @@ def log(x: Tensor) -> Tensor:
     y = torch.where(d == 0, torch.full((), -torch.inf, dtype=torch.float64), y)
     y = torch.where((d > 0) & torch.isfinite(d) | (d == 0), y, torch.where(d == torch.inf, d, torch.nan))
     return y.to(x.dtype)
-
-
-def round22(x: Tensor) -> Tensor:
-    """Round float32 to 22 significant bits (ties to even); magnitudes below 2^-100 become 0.
-
-    A product of such a number with an E2M1 value is exact, so that a fused and an unfused multiply-add agree.
-    """
-    bits = x.contiguous().view(torch.int32)
-    rounded = ((bits + 1 + ((bits >> 2) & 1)) & -4).view(torch.float32)
-    return torch.where(rounded.abs() < float.fromhex("0x1p-100"), torch.zeros(()), rounded)
-
-
-def head22(x: Tensor) -> Tensor:
-    """Like :func:`round22` for 2^-100 <= |x| < 2^100, or 0, in three operations (the head of Veltkamp's splitting, 1968)."""
-    c = x * 5.0
-    return c - (c - x)

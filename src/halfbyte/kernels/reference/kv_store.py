@@ -62,10 +62,10 @@ def _store_values(words: Tensor, scales: Tensor, q: QuantTensor, where: tuple[Te
     page, tile, lane = where
     codes = unpack_codes(q.codes).view(*q.scales.shape, 16).to(torch.int32)  # [T, n_kv, D/16, 16]
     t, n_kv, blocks, _ = codes.shape
-    nibble = lane.unsqueeze(1) * blocks + torch.arange(blocks)  # [T, D/16]
-    shift = (4 * (nibble % 8)).to(torch.int32).view(t, 1, blocks, 1)
+    shift = (8 * (lane % 4) + lane % 8 // 4 * 4).to(torch.int32).view(t, 1, 1, 1)
+    word = 2 * torch.arange(blocks) + lane.unsqueeze(1) // 8  # [T, D/16]
     row = ((page.unsqueeze(1) * n_kv + torch.arange(n_kv)) * words.shape[2] + tile.unsqueeze(1)) * words.shape[3]
-    index = (row.unsqueeze(2) + (nibble // 8).unsqueeze(1)).unsqueeze(3) * 16 + torch.arange(16)
+    index = (row.unsqueeze(2) + word.unsqueeze(1)).unsqueeze(3) * 16 + torch.arange(16)
     flat = words.view(-1)
     # Keys of one call may share a word: adding (new - old) in place of each nibble is right in any order, modulo 2^32.
     old = (flat[index] >> shift) & 15
