@@ -226,7 +226,7 @@ def test_what_we_do_not_run_is_refused_by_name(changes: dict[str, Any], names: l
     ],
 )
 def test_a_window_that_never_acts_is_accepted(base: dict[str, Any], changes: dict[str, Any]) -> None:
-    Architecture.from_hf({**base, **changes})
+    assert Architecture.from_hf({**base, **changes}).n_layers == base["num_hidden_layers"]
 
 
 def test_a_window_in_some_layers_is_refused() -> None:
@@ -307,7 +307,8 @@ def test_a_value_that_cannot_be_used_is_refused_by_its_key(changes: dict[str, An
 
 
 def test_max_window_layers_null_is_the_default_of_28() -> None:
-    Architecture.from_hf({**LLAMA, **QWEN3, "sliding_window": 16, "max_window_layers": None})
+    read = Architecture.from_hf({**LLAMA, **QWEN3, "sliding_window": 16, "max_window_layers": None})
+    assert read.n_layers == LLAMA["num_hidden_layers"]
 
 
 @pytest.mark.parametrize(
