@@ -1,0 +1,186 @@
+"""The sections of a run's configuration: keys, types, bounds and defaults.
+
+The defaults are the learning recipe of the demo (issue #2: 64 prompts x 8 samples at temperature 1, AdamW with beta2
+.95, 3e-4 after 5 warm-up steps falling linearly, clipping at 1, 300 steps).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]
+PrecisionChoice = Text | dict[str, Any]
+
+
+class Section(BaseModel):
+    """What all sections share: unknown keys, NaN and infinity are errors, also on assignment."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The policy to start from.
+
+    Arguments:
+        path: a model folder, or ``tiny`` for the policy in the package.
+    """
+
+    path: Text = "tiny"
+
+
+class EnvConfig(Section):
+    """Tasks and rewards.
+
+    Arguments:
+        name: ``arithmetic:<task>``, ``reasoning_gym:<dataset>``, ``jsonl:<path>`` or ``python:<module>:<function>``.
+        options: passed to that environment, which checks them.
+        reward: ``module:function`` in place of the environment's own reward.
+        max_prompt_tokens: longer prompts are an error.
+    """
+
+    name: Text = "arithmetic:sort"
+    options: dict[str, Any] = Field(default_factory=dict)
+    reward: Text | None = None
+    max_prompt_tokens: Count = 1024
+
+
+class RolloutConfig(Section):
+    """Sampling for training, and the engine's budgets.
+
+    Arguments:
+        temperature: 0.001 to 1000; greedy samples of a group would all be alike.
+        top_k, top_p, min_p: filters; 0, 1 and 0 switch them off.
+        max_tokens: response tokens of a turn.
+        stop: texts that end a response.
+        max_batch_tokens: tokens of one forward pass.
+        kv_memory_mb: KV pages, MiB.
+        page_size: tokens a page, a multiple of 16.
+        max_sequences: samples in flight.
+    """
+
+    prompts_per_step: Count = 64
+    samples_per_prompt: Count = 8
+    temperature: Temperature = 1.0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Share = 0.0
+    max_tokens: Count = 16
+    stop: tuple[Text, ...] = ()
+    max_batch_tokens: Count = 4096
+    kv_memory_mb: Positive = 256.0
+    page_size: Annotated[int, Field(ge=16, multiple_of=16)] = 16
+    max_sequences: Count = 1024
+
+
+class LearnerConfig(Section):
+    """The update.
+
+    Arguments:
+        execution: ``emulated``: framework products of operands rounded at the rollout's sites.
+        precision: ``same`` as the rollout's, or a precision of its own.
+        lr: peak rate; 0 leaves the weights alone (a control).
+        schedule: after the warm-up: linear to 0, cosine to 0, or constant.
+        clip_norm: bound on the global gradient norm; None for none.
+        epochs, minibatches: passes over a rollout, and updates a pass.
+        activation_memory_mb: the micro-batch is as large as activations of this many MiB allow.
+        max_tokens_per_microbatch: sets its size in tokens instead.
+        router_replay: use the rollout's expert choices.
+    """
+
+    execution: Literal["emulated"] = "emulated"
+    precision: PrecisionChoice = "same"
+    lr: NotNegative = 3e-4
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    schedule: Literal["linear", "constant", "cosine"] = "linear"
+    warmup_steps: Natural = 5
+    clip_norm: Positive | None = 1.0
+    epochs: Count = 1
+    minibatches: Count = 1
+    activation_memory_mb: Positive = 1024.0
+    max_tokens_per_microbatch: Count | None = None
+    packing: bool = True
+    activation_checkpointing: bool = False
+    router_replay: bool = True
+
+    @field_validator("precision")
+    @classmethod
+    def _has_preset(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+        if isinstance(value, dict) and value.get("preset") == "same":
+            raise ValueError("overrides need a preset by name to start from: set learner.precision.preset too")
+        return value
+
+
+class ObjectiveConfig(Section):
+    """The loss; see ``halfbyte.objective`` for what each choice means.
+
+    Arguments:
+        eps_low, eps_high: the ratio is clipped to [1 - eps_low, 1 + eps_high]; a higher eps_high is "clip-higher".
+        dual_clip: bound on the ratio of negative advantages, above 1; None for none.
+        proximal: what the ratio is taken against: the learner at the start of the step, or the rollout.
+        kl_coef: factor of the KL to the initial policy; 0 keeps no reference.
+        correction, correction_options: a rule of ``halfbyte.objective.corrections`` and its parameters.
+        count_rejected: tokens that a correction rejects stay in the denominators.
+        skip_zero_advantage: leave samples without advantage out of the passes (not out of the denominators).
+    """
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "grpo"
+    eps_low: Share = 0.2
+    eps_high: NotNegative = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    ratio: Literal["token", "sequence_sum", "sequence_mean"] = "token"
+    proximal: Literal["learner", "rollout"] = "learner"
+    denominator: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    kl_coef: NotNegative = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+    correction: Text = "none"
+    correction_options: dict[str, Any] = Field(default_factory=dict)
+    count_rejected: bool = True
+    skip_zero_advantage: bool = True
+
+
+class EvalConfig(Section):
+    """Accuracy on held-out prompts, before and after training.
+
+    Arguments:
+        prompts, samples: held-out prompts, and responses to each.
+        every: steps between evaluations during training; 0 for none.
+        temperature: 0 is greedy; otherwise 0.001 to 1000.
+    """
+
+    prompts: Count = 256
+    samples: Count = 1
+    every: Natural = 0
+    temperature: Annotated[float, Field(ge=0, le=0)] | Temperature = 1.0
+
+
+class TrainConfig(Section):
+    """The run.
+
+    Arguments:
+        seed: of sampling and of the order of prompts and mini-batches.
+        out: run folder.
+        checkpoint_every, save_trajectories_every: steps; 0 for never (a checkpoint is written at the end anyway).
+        keep_checkpoints: older ones are removed.
+        tracker: also send metrics to trackio or wandb.
+        threads: torch's threads; None leaves it to the thread policy of the command line.
+    """
+
+    steps: Count = 300
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    out: Text = "runs/train"
+    checkpoint_every: Natural = 50
+    keep_checkpoints: Count = 2
+    tracker: Literal["trackio", "wandb"] | None = None
+    save_trajectories_every: Natural = 50
+    threads: Count | None = None
