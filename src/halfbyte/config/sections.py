@@ -40,7 +40,8 @@ class EnvConfig(Section):
     """Tasks and rewards.
 
     Arguments:
-        name: ``arithmetic:<task>``, ``reasoning_gym:<dataset>``, ``jsonl:<path>`` or ``python:<module>:<function>``.
+        name: ``arithmetic:<task>``, ``agent:<task>``, ``reasoning_gym:<dataset>``, ``jsonl:<path>`` or
+            ``python:<module>:<function>``.
         options: passed to that environment, which checks them.
         reward: ``module:function`` in place of the environment's own reward.
         max_prompt_tokens: longer prompts are an error.
