@@ -62,6 +62,7 @@ class Learner:
         precision: what the learner's own forward pass runs in.
         rollout_precision: what rollouts must say they ran in; anything else is refused by name of the field.
         total_steps: length of the schedule.
+        correction: in place of the one that ``objective_config`` names.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Learner:
         max_response_tokens: int | None = None,
         n_positions: int | None = None,
         reference: Mapping[str, Tensor] | None = None,
+        correction: objective.Correction | None = None,
     ) -> None:
         self.arch, self.kernels, self.config, self.objective = arch, kernels, config, objective_config
         self.rollout_precision, self.total_steps, self.seed = rollout_precision, total_steps, seed
@@ -98,7 +100,9 @@ class Learner:
             arch, config.activation_memory_mb, checkpointing=config.activation_checkpointing
         )
         self._settings = policy_settings(objective_config)
-        self._correction = objective.make_correction(objective_config.correction, **objective_config.correction_options)
+        self._correction = correction or objective.make_correction(
+            objective_config.correction, **objective_config.correction_options
+        )
         objective.require_compatible(self._settings, self._correction)
         self._reference = None
         if self._settings.kl is not None:
@@ -307,7 +311,7 @@ class _Plan:
         several = config.epochs > 1 or config.minibatches > 1
         old_logp = weights = rejected = reference_logp = None
         metrics: dict[str, float] = {}
-        if learner.objective.correction != "none" or several:
+        if learner._correction.name != "none" or several:
             scored = learner.score(samples)
             metrics |= _gap(scored)
             old_logp = scored.logp if several else None
