@@ -191,8 +191,8 @@ class Triage:
             ratio = clamped_exp(segments.contracting - segments.amplifying).clamp(self.w_min, self.w_max)
             return torch.where(hit, ratio, ones)
         if self.variant == "cross_quadrant":
-            factor = _cross_quadrant_factor(tokens, mass, amplifying, segments)
-            return torch.where(amplifying, max(self.w_min, factor), ones)
+            share = _cross_quadrant_factor(tokens, mass, amplifying, segments)
+            return torch.where(amplifying, max(self.w_min, share), ones)
         kept = clamped_exp(-self.strength * segments.amplifying).clamp(min=self.w_min)
         kept = torch.where(amplifying, kept, ones)
         count = segments.count.shape[0]

@@ -6,15 +6,49 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from halfbyte.objective.correction import Correction
+from halfbyte.objective.corrections.cispo import Cispo
+from halfbyte.objective.corrections.dppo import DppoKl, DppoTv
+from halfbyte.objective.corrections.geometric_rejection import GeometricRejection
+from halfbyte.objective.corrections.gspo import Gspo
+from halfbyte.objective.corrections.icepop import IcePop
 from halfbyte.objective.corrections.none import NoCorrection
+from halfbyte.objective.corrections.opsm import Opsm
+from halfbyte.objective.corrections.sequence_tis import SequenceMis, SequenceTis
 from halfbyte.objective.corrections.token_tis import TokenTis
 from halfbyte.objective.options import build
 from halfbyte.objective.triage import Triage
 
-__all__ = ["CORRECTIONS", "NoCorrection", "TokenTis", "make_correction"]
+__all__ = [
+    "CORRECTIONS",
+    "Cispo",
+    "DppoKl",
+    "DppoTv",
+    "GeometricRejection",
+    "Gspo",
+    "IcePop",
+    "NoCorrection",
+    "Opsm",
+    "SequenceMis",
+    "SequenceTis",
+    "TokenTis",
+    "make_correction",
+]
 
 CORRECTIONS: Mapping[str, Callable[..., Correction]] = MappingProxyType(
-    {"none": NoCorrection, "token_tis": TokenTis, "triage": Triage}
+    {
+        "none": NoCorrection,
+        "token_tis": TokenTis,
+        "sequence_tis": SequenceTis,
+        "icepop": IcePop,
+        "sequence_mis": SequenceMis,
+        "opsm": Opsm,
+        "geometric_rejection": GeometricRejection,
+        "dppo_tv": DppoTv,
+        "dppo_kl": DppoKl,
+        "gspo": Gspo,
+        "cispo": Cispo,
+        "triage": Triage,
+    }
 )
 """Name -> class. Read only: rules of other packages are passed as objects, not registered."""
 
