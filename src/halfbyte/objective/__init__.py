@@ -22,7 +22,7 @@ from halfbyte.objective.policy_settings import PolicySettings, Proximal
 from halfbyte.objective.quadrants import QUADRANTS, GapParts, quadrant_of, quadrants, split_gap
 from halfbyte.objective.ratio import RatioLevel, importance_ratio, log_ratio
 from halfbyte.objective.reference import Reference
-from halfbyte.objective.segments import SEGMENTERS, Segmenter, SegmentInput, make_segmenter
+from halfbyte.objective.segments import SEGMENTERS, Segmenter, SegmentInput, delimiter_flags, make_segmenter
 from halfbyte.objective.sequences import dense_index, sequence_sum, spread
 from halfbyte.objective.triage import Diagnosis, Triage
 
@@ -62,6 +62,7 @@ __all__ = [
     "clamped_exp",
     "count_batch",
     "counted_tokens",
+    "delimiter_flags",
     "dense_index",
     "effective_sample_size",
     "entropy_statistics",
