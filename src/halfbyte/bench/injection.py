@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from halfbyte.config import EnvConfig, LearnerConfig, ObjectiveConfig
 from halfbyte.envs import Environment, make_env
@@ -41,26 +41,28 @@ class Study:
 
     Arguments:
         env, max_tokens: the task, and response tokens.
-        prompts, samples, steps, lr: of training; the rate is constant after 5 steps.
-        scale, tail, share, density, block, unlikely: the injected gap, see ``GapInjection``.
+        prompts, samples, steps, lr, schedule: of training.
+        scale, tail, share, density, block, unlikely, largest: the injected gap, see ``GapInjection``.
         start: steps before the injection begins.
         eval_prompts: held-out prompts, two responses each.
     """
 
     env: str = "arithmetic:sort"
     max_tokens: int = 16
-    prompts: int = 32
+    prompts: int = 24
     samples: int = 8
-    steps: int = 100
+    steps: int = 60
     lr: float = 3e-4
-    scale: float = 1.5
+    schedule: Literal["linear", "constant", "cosine"] = "linear"
+    scale: float = 1.0
     tail: str = "exponential"
     share: float = 0.5
     density: float = 0.7
     block: int = 4
     unlikely: bool = False
+    largest: float = 4.0
     start: int = 10
-    eval_prompts: int = 512
+    eval_prompts: int = 384
 
 
 @dataclass(frozen=True, order=True)
@@ -196,6 +198,7 @@ def _train(study: Study, cell: Cell) -> dict[str, Any]:
             density=study.density,
             block=study.block,
             unlikely=study.unlikely,
+            largest=study.largest,
             start=study.start,
             seed=cell.seed,
         )
@@ -206,7 +209,7 @@ def _train(study: Study, cell: Cell) -> dict[str, Any]:
         checkpoint.tensors,
         precision=precision,
         rollout_precision=precision,
-        config=LearnerConfig(lr=study.lr, schedule="constant"),
+        config=LearnerConfig(lr=study.lr, schedule=study.schedule),
         objective_config=ObjectiveConfig(),
         kernels=kernels,
         total_steps=study.steps,
