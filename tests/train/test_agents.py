@@ -52,4 +52,4 @@ def test_the_packaged_policy_learns_to_guess(tmp_path: Path) -> None:
     assert run(config) == 0
     got = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert got["accuracy_before"] < 0.10
-    assert got["accuracy_after"] > 0.40
+    assert got["accuracy_after"] > 0.40  # .74 and .55 with seeds 0 and 1

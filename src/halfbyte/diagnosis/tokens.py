@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -58,13 +58,15 @@ class TokenTable:
             return np.where(self.mask, self.learner_logp - self.rollout_logp, np.float32(0))
 
     def correction_input(
-        self, segmenter: Segmenter | None = None, delimiters: Sequence[int] | None = None
+        self,
+        segmenter: Segmenter | None = None,
+        delimiters: Callable[[Integers], Flags] | None = None,
     ) -> CorrectionInput:
         """The record that corrections and ``quadrants`` take.
 
         Arguments:
             segmenter: cuts samples into segments; None: a sample is one.
-            delimiters: token ids that end a line or a sentence, for segmenters that use them.
+            delimiters: which of [T] token ids end a line or a sentence, for segmenters that use them.
         """
         mask, sequence = torch.from_numpy(self.mask), torch.from_numpy(self.sequence_index)
         gap, advantages = torch.from_numpy(self.gap), torch.from_numpy(self.advantages)
@@ -76,7 +78,7 @@ class TokenTable:
                 sequence_index=sequence,
                 versions=versions,
                 turn_starts=None if self.turn_starts is None else torch.from_numpy(self.turn_starts),
-                delimiters=None if delimiters is None else torch.from_numpy(np.isin(self.ids, list(delimiters))),
+                delimiters=None if delimiters is None else torch.from_numpy(delimiters(self.ids)),
                 gap=gap,
                 advantages=advantages,
             )

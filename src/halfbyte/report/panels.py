@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfbyte.report.chart import Band, Line, Point, line_chart, smooth, stacked_chart
+from halfbyte.report.panel import Panel
 from halfbyte.report.records import Record
 from halfbyte.report.scale import number
 
-__all__ = ["PHASES", "Panel", "panels"]
+__all__ = ["PHASES", "panels"]
 
 #: Phases of a step in the order they run, with the metric that holds their seconds.
 PHASES = (
@@ -18,22 +19,6 @@ PHASES = (
     ("learner", "time/learner"),
     ("publish", "time/publish"),
 )
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A chart with its words.
-
-    Arguments:
-        legend: (colour, text) of each series; empty where the title says it.
-        note: how to read it, one or two sentences.
-        svg: empty where nothing was recorded.
-    """
-
-    title: str
-    legend: tuple[tuple[int, str], ...]
-    note: str
-    svg: str
 
 
 @dataclass(frozen=True)
