@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfbyte.errors import ConfigError
 from halfbyte.objective.runs import Runs, SegmentInput, block_begins, find_runs, label
+from halfbyte.objective.scale import gap_scale
 
 __all__ = ["ChangePoint"]
 
@@ -22,14 +23,14 @@ class ChangePoint:
     """Pieces in which the signed gap d = sign(A) g is on one side of ``drift``, by two states with a price for switching.
 
     The states s of a run maximise sum over s_t = 1 of (clip(d_t / scale, -clip, clip) - drift) - penalty * switches (Viterbi
-    for two states, solved exactly by a scan over compositions of clamps). scale is the lower quartile of |g| over .3186,
-    the standard deviation of normal gaps, hardly moved by damage. Pieces longer than ``size`` are cut into blocks.
+    for two states, solved exactly by a scan over compositions of clamps); scale is ``gap_scale``. Pieces longer than ``size``
+    are cut into blocks.
 
     Since borders and diagnosis use the same gaps, segments look more one-sided than chance alone would make them.
 
     Arguments:
         drift: in units of scale, > 0. penalty: same units, > 0. clip: same units, > drift.
-        size: tokens of a block, >= 1.
+        size: tokens of a block, >= 1. floor: nats > 0, smallest scale.
 
     Raises:
         ConfigError: a value is out of range; when called: the batch has no gap or advantages.
@@ -39,6 +40,7 @@ class ChangePoint:
     penalty: float = 4.0
     clip: float = 3.0
     size: int = 32
+    floor: float = 0.02
 
     def __post_init__(self) -> None:
         for name, value, good, expected in (
@@ -46,6 +48,7 @@ class ChangePoint:
             ("penalty", self.penalty, 0.0 < self.penalty < math.inf, "a number > 0"),
             ("clip", self.clip, self.drift < self.clip < math.inf, "a number > drift"),
             ("size", self.size, self.size >= 1, "an integer >= 1"),
+            ("floor", self.floor, 0.0 < self.floor < math.inf, "nats > 0"),
         ):
             if not good:
                 raise ConfigError(f"{name} is {value}", where=f"change_point.{name}", expected=expected)
@@ -78,9 +81,7 @@ class ChangePoint:
         Arguments:
             signed: [N] float32, d.
         """
-        size = signed.abs()
-        scale = torch.kthvalue(size, (size.shape[0] + 3) // 4).values.clamp(min=1e-6) / 0.3186
-        evidence = (signed / scale).clamp(-self.clip, self.clip) - self.drift
+        evidence = (signed / gap_scale(signed, self.floor)).clamp(-self.clip, self.clip) - self.drift
         evidence = (evidence / _STEP).round() * _STEP
         penalty = max(round(self.penalty / _STEP), 1) * _STEP
         lead = _lead(evidence, penalty, runs)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.objective.correction import CorrectionInput
+from halfbyte.objective.scale import gap_scale
 from halfbyte.objective.sequences import dense_index, sequence_sum
 
 __all__ = ["SegmentStatistics", "segment_statistics"]
@@ -27,7 +28,9 @@ class SegmentStatistics:
         amplifying, contracting: [N] float32 >= 0, nats: a = max(0, sign(A) g) and c = max(0, -sign(A) g).
         count: [S] float32, diagnosed tokens of each segment.
         amplification, contraction: [S] float32, nats: E = mean a, C = mean c.
-        spread: [S] float32, nats: square root of the sum of g^2 over the segment.
+        direction: [S] float32: t = sum psi(a - c) / sqrt(sum psi(a - c)^2), psi clipping at twice the size of healthy gaps;
+            0 without any gap. Self-normalised and odd in the gaps, so if each gap is as likely to have one sign as the
+            other, whatever their sizes, t is a sum of random signs with squared weights that add up to 1.
     """
 
     places: Tensor
@@ -37,7 +40,7 @@ class SegmentStatistics:
     count: Tensor
     amplification: Tensor
     contraction: Tensor
-    spread: Tensor
+    direction: Tensor
 
     @property
     def imbalance(self) -> Tensor:
@@ -45,22 +48,15 @@ class SegmentStatistics:
         total = self.amplification + self.contraction
         return (self.amplification - self.contraction) / (total + 1e-8)
 
-    @property
-    def direction(self) -> Tensor:
-        """[S] float32: t = sum(a - c) / sqrt(sum g^2), 0 without any gap.
-
-        Self-normalised: if each gap is as likely to have one sign as the other, whatever their sizes, P(t >= x) <=
-        exp(-x^2 / 2) (Hoeffding 1963 for the random signs).
-        """
-        difference = (self.amplification - self.contraction) * self.count
-        return torch.where(self.spread > 0, difference / self.spread.clamp(min=1e-30), 0.0)
-
 
 @torch.no_grad()
-def segment_statistics(tokens: CorrectionInput) -> SegmentStatistics:
+def segment_statistics(tokens: CorrectionInput, *, floor: float = 0.02) -> SegmentStatistics:
     """Diagnose the negative-advantage tokens of a batch by segment.
 
     Sums run in float64 and are rounded once, so the order of tokens does not show. Without ``segments`` a sample is one.
+
+    Arguments:
+        floor: nats, smallest size of healthy gaps, see ``gap_scale``.
     """
     places = torch.nonzero(tokens.current & (tokens.advantages < 0))[:, 0]
     labels = tokens.sequence_index if tokens.segments is None else tokens.segments
@@ -68,6 +64,9 @@ def segment_statistics(tokens: CorrectionInput) -> SegmentStatistics:
     gap = tokens.gap[places].float()
     amplifying, contracting = (-gap).clamp(min=0), gap.clamp(min=0)
     n = torch.bincount(segment, minlength=count).float()
+    bound = 2.0 * gap_scale(tokens.gap[tokens.current].float(), floor)
+    signed = (-gap).clamp(-bound, bound).double()
+    spread = sequence_sum(signed.square(), segment, count).sqrt()
     return SegmentStatistics(
         places=places,
         segment=segment,
@@ -76,5 +75,5 @@ def segment_statistics(tokens: CorrectionInput) -> SegmentStatistics:
         count=n,
         amplification=sequence_sum(amplifying, segment, count) / n,
         contraction=sequence_sum(contracting, segment, count) / n,
-        spread=sequence_sum(gap.double().square(), segment, count).sqrt().float(),
+        direction=(sequence_sum(signed, segment, count) / spread.clamp(min=1e-300)).float(),
     )

@@ -12,7 +12,7 @@ from halfbyte.errors import ConfigError
 from halfbyte.objective.reference import Reference
 from halfbyte.objective.segment_statistics import SegmentStatistics
 
-__all__ = ["Gates", "Suspicion", "select_within", "suspicion"]
+__all__ = ["Gates", "Suspicion", "direction_p_value", "select_within", "suspicion"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Gates:
     e_min: float = 0.03
     z_min: float = 3.0
     i_min: float = 0.2
-    alpha: float = 0.05
+    alpha: float = 0.1
     floor: float = 0.02
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ def suspicion(segments: SegmentStatistics, reference: Reference | None, gates: G
 
     Beside E, z and I (arXiv 2610.07043 by our reconstruction) a direction test of our own: among segments of noise
     without a preferred direction, however large, I exceeds any fixed threshold by chance in short ones. Benjamini and
-    Hochberg (1995) on p = exp(-t^2 / 2) keeps the expected share of such segments below ``alpha``, and the chance of any
+    Hochberg (1995) on ``direction_p_value`` keeps the expected share of such segments below ``alpha``, and the chance of any
     below ``alpha`` when there is nothing else.
 
     Arguments:
@@ -73,17 +73,31 @@ def suspicion(segments: SegmentStatistics, reference: Reference | None, gates: G
     z = reference.z(segments.amplification, segments.count, gates.floor)
     gated = (segments.amplification > gates.e_min) & (z > gates.z_min) & (segments.imbalance > gates.i_min)
     if gates.alpha < 1.0:
-        gated &= _discoveries(segments.direction.clamp(min=0).double(), gates.alpha)
+        gated &= _discoveries(segments.direction, gates.alpha)
     return Suspicion(z, gated)
 
 
 def _discoveries(t: Tensor, alpha: float) -> Tensor:
-    """Benjamini-Hochberg on p = exp(-t^2 / 2); [S] bool."""
-    p = torch.exp(-0.5 * t.square())
+    """Benjamini-Hochberg over the segments; [S] bool."""
+    p = direction_p_value(t)
     ordered = p.sort().values
     ranks = torch.arange(1, p.shape[0] + 1, dtype=p.dtype, device=p.device)
     passing = torch.nonzero(ordered <= alpha * ranks / p.shape[0])[:, 0]
     return p <= ordered[passing[-1]] if passing.numel() else torch.zeros_like(p, dtype=torch.bool)
+
+
+def direction_p_value(t: Tensor) -> Tensor:
+    """Bound on the chance that a weighted sum of random signs, squared weights adding up to 1, reaches t.
+
+    The smaller of exp(-t^2 / 2) (Hoeffding 1963) and 3.179 P(Z >= t) for a standard normal Z (Bentkus and Dzindzalieta,
+    Bernoulli 21, 2015); 1 for t <= 0.
+
+    Arguments:
+        t: [S]. Returns [S] float64.
+    """
+    t = t.double().clamp(min=0)
+    normal = 0.5 * torch.erfc(t / math.sqrt(2.0))
+    return torch.minimum(torch.exp(-0.5 * t.square()), 3.179 * normal)
 
 
 def select_within(score: Tensor, suspicious: Tensor, count: Tensor, budget: float) -> Tensor:

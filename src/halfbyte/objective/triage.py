@@ -153,7 +153,7 @@ class Triage:
     def diagnose(self, tokens: CorrectionInput) -> Diagnosis:
         """Steps 2 and 3."""
         _require_one_temperature(tokens)
-        segments = segment_statistics(tokens)
+        segments = segment_statistics(tokens, floor=self.floor)
         reference = self._reference(segments)
         verdict = suspicion(segments, reference, self.gates)
         budget = self.q_max * int(tokens.mask.sum())
