@@ -13,7 +13,7 @@ from halfbyte.cli.parameter import flag
 
 if TYPE_CHECKING:
     from halfbyte.diagnosis import Diagnosis
-    from halfbyte.report.mismatch import SampleTokens
+    from halfbyte.report.sample_tokens import SampleTokens
 
 __all__ = ["diagnose"]
 
@@ -95,7 +95,7 @@ def _page(
 
 
 def _samples(found: Diagnosis) -> list[SampleTokens]:
-    from halfbyte.report.mismatch import SampleTokens
+    from halfbyte.report.sample_tokens import SampleTokens
 
     table, out, start = found.table, [], 0
     gap = table.gap

@@ -172,6 +172,7 @@ class TrainConfig(Section):
         seed: of sampling and of the order of prompts and mini-batches.
         out: run folder.
         checkpoint_every, save_trajectories_every: steps; 0 for never (a checkpoint is written at the end anyway).
+        saved_trajectories: samples of such a step that are saved, from the first on.
         keep_checkpoints: older ones are removed.
         tracker: also send metrics to trackio or wandb.
         threads: torch's threads; None leaves it to the thread policy of the command line.
@@ -184,4 +185,5 @@ class TrainConfig(Section):
     keep_checkpoints: Count = 2
     tracker: Literal["trackio", "wandb"] | None = None
     save_trajectories_every: Natural = 50
+    saved_trajectories: Count = 16
     threads: Count | None = None

@@ -7,15 +7,15 @@ contracting 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from halfbyte.report.chart import Line, line_chart, stacked_chart
 from halfbyte.report.panel import Panel
 from halfbyte.report.plane import LEVELS, Bars, Cell, Outline, bar_chart, cell_chart, density_chart
+from halfbyte.report.sample_tokens import SampleTokens
 from halfbyte.report.scale import number
 
-__all__ = ["QUADRANTS", "SampleTokens", "carpet", "gap_density", "indicator", "quadrant_stack", "weight_histogram"]
+__all__ = ["QUADRANTS", "carpet", "gap_density", "indicator", "quadrant_stack", "weight_histogram"]
 
 Points = Sequence[tuple[float, float]]
 
@@ -27,24 +27,6 @@ QUADRANTS = (
     ("pos_neg", "A > 0, g < 0: contracts", 2),
 )
 CARPET_ROWS, CARPET_COLUMNS, MOST_POINTS, BINS = 40, 256, 20_000, 40
-
-
-@dataclass(frozen=True)
-class SampleTokens:
-    """One response.
-
-    Arguments:
-        gap, logp: of each token, nats (learner minus rollout, and rollout); None where masked.
-        advantage: of each token; None where masked.
-        weight: of a correction, or None where there is none.
-        selected: whether the token lies in a segment that was selected for repair.
-    """
-
-    gap: Sequence[float | None]
-    logp: Sequence[float | None]
-    advantage: Sequence[float | None]
-    weight: Sequence[float] | None = None
-    selected: Sequence[bool] = ()
 
 
 def quadrant_stack(series: Sequence[Points]) -> Panel:

@@ -34,6 +34,7 @@ FREE = (
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.save_trajectories_every",
+    "train.saved_trajectories",
 )
 #: finite data sets up to this size are checked before the first step
 CHECKED_PROMPTS = 20_000
