@@ -1,4 +1,4 @@
-"""``halfbyte bench kernels`` and ``halfbyte bench rollout``: our speed beside baselines, measured here."""
+"""``halfbyte bench``: kernels and decoding beside their baselines, and what finds planted damage, measured here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ __all__ = ["make_bench"]
 
 
 def make_bench() -> App:
-    """The two commands."""
-    app = App(name="bench", help="Measure kernels and decoding beside their baselines.", help_format="plaintext")
+    """The commands."""
+    app = App(
+        name="bench", help="Measure kernels, decoding and diagnosis beside their baselines.", help_format="plaintext"
+    )
     app.command(kernels)
     app.command(rollout)
+    app.command(triage)
     return app
 
 
@@ -106,6 +109,43 @@ def rollout(
     if json is not None:
         memory = [row.to_json() for row in contest.memory]
         table.write_json(json, facts, [row.to_json() for row in rows], memory=memory, notes=list(contest.notes))
+    return 0
+
+
+def triage(
+    *,
+    batches: Annotated[int, Parameter(help="Batches of each scenario.")] = 20,
+    budget: Annotated[float, Parameter(help="Largest share of the tokens that TRIAGE may select.")] = 1.0,
+    json: Annotated[Path | None, Parameter(help="Also write the rows to this file.")] = None,
+) -> int:
+    """Plant clusters of damaged tokens and compare what finds them: segmenters, gates, tokens, sequences, sizes."""
+    thread_policy.apply(None)
+
+    from halfbyte.bench import table
+    from halfbyte.bench import triage as bench
+    from halfbyte.bench.machine import machine
+    from halfbyte.bench.planted import SCENARIOS
+
+    _positive(batches, "--batches")
+    facts, rows, timed = machine(), [], list(bench.speed())
+    try:
+        for scenario in SCENARIOS:
+            rows += bench.detect(scenario, batches, q_max=budget)
+            rows += bench.rank(scenario, batches)
+            _progress(scenario.name)
+    finally:
+        groups = {
+            "TRIAGE's own selection: F1 (precision, recall); without damage, batches touched": ("detect", "default"),
+            "the same without the direction test": ("detect", "without direction test"),
+            "as many tokens as are damaged, by score: F1 (precision, recall)": ("rank", ""),
+        }
+        parts = [
+            table.selection_table([row for row in rows if (row.mode, row.gates) == key], title)
+            for title, key in groups.items()
+        ]
+        table.show([*parts, table.speed_table(timed)])
+    if json is not None:
+        table.write_json(json, facts, [row.to_json() for row in rows], speed=[row.to_json() for row in timed])
     return 0
 
 
