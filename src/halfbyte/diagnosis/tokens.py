@@ -146,7 +146,7 @@ def _add_row(columns: _Columns, row: Mapping[str, Any], where: str) -> None:
     for name in ("rollout_logprobs", "learner_logprobs", "advantages"):
         value = row[name]
         if name == "advantages" and np.ndim(value) == 0:
-            value = np.full(n, np.nan if value is None else value, dtype=np.float64)
+            value = np.repeat(_array([value], name, where, 1, np.float32), n)
         values = _array(value, name, where, n, np.float32)
         bad = mask & ~np.isfinite(values)
         if bad.any():
@@ -167,7 +167,7 @@ def _add_row(columns: _Columns, row: Mapping[str, Any], where: str) -> None:
     if row.get("versions") is not None:
         versions = row["versions"]
         if np.ndim(versions) == 0:
-            versions = np.full(n, versions)
+            versions = np.repeat(_array([versions], "versions", where, 1, np.int64), n)
         columns.add("versions", _array(versions, "versions", where, n, np.int64))
     if row.get("turns") is not None:
         starts = _array(row["turns"], "turns", where, None, np.int64)
