@@ -12,6 +12,9 @@ from halfbyte.cli import threads as thread_policy
 from halfbyte.cli.parameter import flag
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from halfbyte.diagnosis import Diagnosis
     from halfbyte.report.sample_tokens import SampleTokens
 
@@ -102,9 +105,19 @@ def _samples(found: Diagnosis) -> list[SampleTokens]:
     for length in table.lengths.tolist():
         part = slice(start, start + length)
         mask = table.mask[part].tolist()
-        columns = (gap[part].tolist(), table.rollout_logp[part].tolist(), table.advantages[part].tolist())
-        seen = [[x if m else None for x, m in zip(values, mask)] for values in columns]
-        out.append(SampleTokens(*seen, found.weights[part].tolist(), found.selected[part].tolist()))
+
+        def seen(values: npt.NDArray[np.float32], part: slice = part, mask: list[bool] = mask) -> list[float | None]:
+            return [x if m else None for x, m in zip(values[part].tolist(), mask)]
+
+        out.append(
+            SampleTokens(
+                gap=seen(gap),
+                logp=seen(table.rollout_logp),
+                advantage=seen(table.advantages),
+                weight=found.weights[part].tolist(),
+                selected=found.selected[part].tolist(),
+            )
+        )
         start += length
     return out
 

@@ -60,9 +60,9 @@ def text_tables(found: Diagnosis) -> list[tuple[str, list[list[str]]]]:
     out = [("Sign structure", quadrant)]
     if found.effects:
         rows = [["correction", "mass kept", "tokens changed", "tokens rejected", "weights"]]
-        for name, effect in found.effects.items():
-            shares = [_percent(value) for value in (effect.mass_kept, effect.changed, effect.rejected)]
-            rows.append([name, *shares, f"{effect.weight_min:.3g} to {effect.weight_max:.3g}"])
+        for name, done in found.effects.items():
+            shares = [_percent(value) for value in (done.mass_kept, done.changed, done.rejected)]
+            rows.append([name, *shares, f"{done.weight_min:.3g} to {done.weight_max:.3g}"])
         out.append(("What each correction would do, with its defaults", rows))
     shown = {key: value for key, value in numbers.items() if not key.startswith("quadrant/") or key.count("_") == 0}
     out.append(("Numbers", [["metric", "value"], *([key, f"{value:.6g}"] for key, value in sorted(shown.items()))]))

@@ -83,7 +83,8 @@ def panels(record: Record) -> list[Panel]:
 def _mismatch(record: Record) -> list[Panel]:
     """The sign structure of the gap: by step from the metrics, by token from the last saved samples that have it."""
     masses = [record.series(f"quadrant/mass_{name}") for name, _, _ in mismatch.QUADRANTS]
-    samples = next((found for path in reversed(record.sample_files.values()) if (found := read_tokens(path))), [])
+    newest_first = reversed(list(record.sample_files.values()))
+    samples = next((found for path in newest_first if (found := read_tokens(path))), [])
     return [
         mismatch.quadrant_stack(masses),
         mismatch.indicator(record.series("segment/over_threshold"), record.series("reward/mean")),
