@@ -13,6 +13,7 @@ from torch import Tensor
 
 from halfbyte.bench.planted import SCENARIOS, Batch, Scenario, plant
 from halfbyte.objective import CorrectionInput, Segmenter, Triage, dense_index, make_segmenter, quadrants, sequence_sum
+from halfbyte.objective.selection import Gates
 
 __all__ = ["METHODS", "SelectionRow", "SpeedRow", "detect", "rank", "speed"]
 
@@ -26,7 +27,8 @@ SEGMENTERS: Mapping[str, tuple[str, dict[str, object]]] = {
     "fixed 32": ("fixed", {"size": 32}),
     "change_point": ("change_point", {}),
 }
-GATES: Mapping[str, dict[str, float]] = {"default": {}, "without direction test": {"alpha": 1.0}}
+GATES: Mapping[str, float] = {"default": Gates.alpha, "without direction test": 1.0}
+"""Name -> alpha."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,12 @@ def detect(scenario: Scenario, batches: int, *, q_max: float = 1.0) -> Iterator[
         q_max: token budget; 1 shows what the gates do on their own.
     """
     drawn = [plant(scenario, seed) for seed in range(batches)]
-    for gates, options in GATES.items():
+    for gates, alpha in GATES.items():
         for name, (kind, parameters) in SEGMENTERS.items():
             segmenter = make_segmenter(kind, **parameters)
-            triage = _calibrated(scenario, segmenter, Triage(q_max=q_max, reference_batches=HEALTHY_BATCHES, **options))
+            triage = _calibrated(
+                scenario, segmenter, Triage(q_max=q_max, reference_batches=HEALTHY_BATCHES, alpha=alpha)
+            )
             chosen = [_selected(triage, batch, segmenter) for batch in drawn]
             yield _row(scenario, "detect", name, gates, drawn, chosen)
 

@@ -127,7 +127,8 @@ def triage(
     from halfbyte.bench.planted import SCENARIOS
 
     _positive(batches, "--batches")
-    facts, rows, timed = machine(), [], list(bench.speed())
+    facts, timed = machine(), list(bench.speed())
+    rows: list[bench.SelectionRow] = []
     try:
         for scenario in SCENARIOS:
             rows += bench.detect(scenario, batches, q_max=budget)

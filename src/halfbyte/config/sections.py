@@ -130,6 +130,7 @@ class ObjectiveConfig(Section):
         proximal: what the ratio is taken against: the learner at the start of the step, or the rollout.
         kl_coef: factor of the KL to the initial policy; 0 keeps no reference.
         correction, correction_options: a rule of ``halfbyte.objective.corrections`` and its parameters.
+        segmenter, segmenter_options: how responses are cut for the diagnosis (``halfbyte.objective.segments``).
         count_rejected: tokens that a correction rejects stay in the denominators.
         skip_zero_advantage: leave samples without advantage out of the passes (not out of the denominators).
     """
@@ -146,6 +147,8 @@ class ObjectiveConfig(Section):
     entropy_coef: float = 0.0
     correction: Text = "none"
     correction_options: dict[str, Any] = Field(default_factory=dict)
+    segmenter: Text = "change_point"
+    segmenter_options: dict[str, Any] = Field(default_factory=dict)
     count_rejected: bool = True
     skip_zero_advantage: bool = True
 

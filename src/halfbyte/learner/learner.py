@@ -20,6 +20,7 @@ from halfbyte.errors import SpecMismatchError
 from halfbyte.kernels import Kernels
 from halfbyte.learner.autograd import AutogradExecution
 from halfbyte.learner.batch import LearnerBatch, collate, micro_batches
+from halfbyte.learner.diagnosis import Monitor, Tokens
 from halfbyte.learner.memory import tokens_that_fit
 from halfbyte.learner.optimiser import Optimiser
 from halfbyte.learner.parameters import Parameters
@@ -63,6 +64,8 @@ class Learner:
         rollout_precision: what rollouts must say they ran in; anything else is refused by name of the field.
         total_steps: length of the schedule.
         correction: in place of the one that ``objective_config`` names.
+        delimiters: [V] bool, token ids that end a line or sentence, see ``objective.delimiter_flags``; for the segmenter
+            ``delimiter``.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Learner:
         n_positions: int | None = None,
         reference: Mapping[str, Tensor] | None = None,
         correction: objective.Correction | None = None,
+        delimiters: Tensor | None = None,
     ) -> None:
         self.arch, self.kernels, self.config, self.objective = arch, kernels, config, objective_config
         self.rollout_precision, self.total_steps, self.seed = rollout_precision, total_steps, seed
@@ -104,6 +108,10 @@ class Learner:
             objective_config.correction, **objective_config.correction_options
         )
         objective.require_compatible(self._settings, self._correction)
+        segmenter = objective.make_segmenter(objective_config.segmenter, **objective_config.segmenter_options)
+        self._monitor = Monitor(segmenter, delimiters)
+        if isinstance(self._correction, objective.Triage):
+            self._monitor.triage = self._correction
         self._reference = None
         if self._settings.kl is not None:
             self._reference = Parameters(arch, reference or tensors, precision, kernels, publish_dtype=dtype)
@@ -166,12 +174,31 @@ class Learner:
         valid = [t for t, ok in zip(trajectories, result.valid.tolist()) if ok]
         plan = _Plan.make(self, trajectories, kept, valid, result.advantages, step, version)
         found, changed = self._optimise(plan, step)
+        # Only now: a step that failed is done again after a resume, and must not count twice in the reference.
+        record = plan.record
+        assert record is not None
+        self._monitor.learn(record)
+        if isinstance(self._correction, objective.StatefulCorrection) and plan.memory is not None:
+            self._correction = self._correction.with_state(plan.memory)
         return StepResult(metrics | found, changed=changed, warnings=notes)
+
+    def memory(self) -> dict[str, dict[str, float]]:
+        """What diagnosis and correction have learnt, as JSON numbers, for a checkpoint."""
+        rule = self._correction
+        learnt = rule.state() if isinstance(rule, objective.StatefulCorrection) else {}
+        return {"monitor": self._monitor.state(), "correction": learnt}
+
+    def remember(self, memory: Mapping[str, Mapping[str, float]]) -> None:
+        """Go on with what :meth:`memory` returned."""
+        self._monitor.restore(memory["monitor"])
+        if isinstance(self._correction, objective.StatefulCorrection):
+            self._correction = self._correction.with_state(memory["correction"])
 
     def _optimise(self, plan: _Plan, step: int) -> tuple[dict[str, float], bool]:
         factor = rate_factor(self.config.schedule, step, warmup=self.config.warmup_steps, total=self.total_steps)
         metrics = dict(plan.metrics)
-        statistics, norms, first = [], [], []
+        statistics, norms = [], []
+        seen = torch.zeros(len(plan.tokens.ids), dtype=torch.float32)
         changed = False
         order = np.random.Generator(np.random.Philox(key=[self.seed, 2**62 + step]))  # apart from the order of prompts
         for epoch in range(self.config.epochs):
@@ -182,22 +209,25 @@ class Learner:
                 share = len(members) / len(chunk)
                 for indices in self._indices([plan.samples[i] for i in chunk]):
                     part = [int(chunk[i]) for i in indices]
-                    loss, stats, scored = self._loss(plan, part)
+                    loss, stats, logp = self._loss(plan, part)
                     (loss * share).backward()
                     statistics.append(stats)
                     if epoch == 0:
-                        first.append(scored)
+                        seen[torch.cat([plan.rows[i] for i in part])] = logp
                 norms.append(self.optimiser.step(self.parameters.take_gradients(), factor))
                 changed |= self.parameters.refresh()
         metrics |= objective.read(objective.merge(statistics))
-        if not any(key.startswith("gap/") for key in metrics):
-            metrics |= _gap(Scored(*(torch.cat(columns) for columns in zip(*first))))
+        if (
+            plan.record is None
+        ):  # a single update: its own forward pass has scored every token at the weights it began with
+            plan.record = self._monitor.record(plan.tokens, seen, plan.advantages, plan.version)
+        metrics |= self._monitor.look(plan.record, plan.weights)
         metrics["optim/grad_norm"] = float(np.mean(norms))
         metrics["optim/lr"] = self.config.lr * factor
         metrics["optim/updates"] = float(len(norms))
         return metrics, changed
 
-    def _loss(self, plan: _Plan, part: list[int]) -> tuple[Tensor, objective.Statistics, tuple[Tensor, ...]]:
+    def _loss(self, plan: _Plan, part: list[int]) -> tuple[Tensor, objective.Statistics, Tensor]:
         batch = collate(
             [plan.samples[i] for i in part], packing=self.config.packing, replay_routes=self.config.router_replay
         )
@@ -219,15 +249,7 @@ class Learner:
         )
         result = objective.policy_loss(tokens, self._settings)
         statistics = result.metrics | {"entropy/mean": objective.mean_of(entropy[batch.mask])}
-        scored = (
-            logp.detach(),
-            batch.rollout_logprobs,
-            batch.mask,
-            plan.sequence[rows],
-            batch.versions,
-            entropy.detach(),
-        )
-        return result.loss, statistics, scored
+        return result.loss, statistics, logp.detach()
 
     def _forward(
         self, batch: LearnerBatch, parameters: Parameters, *, with_entropy_gradient: bool = False
@@ -270,14 +292,12 @@ def policy_settings(config: ObjectiveConfig) -> objective.PolicySettings:
     )
 
 
-def _gap(scored: Scored) -> dict[str, float]:
-    gap = objective.token_gap(scored.logp, scored.rollout_logp, scored.mask, scored.sequence)
-    return objective.gap_metrics(gap, scored.mask, scored.sequence).to_dict()
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Plan:
-    """What is fixed before the first update of a step, flat over the response tokens of the samples trained on."""
+    """What is fixed before the first update of a step, flat over the response tokens of the samples trained on.
+
+    ``record`` is there from the start where the tokens had to be scored before, else after the single update.
+    """
 
     samples: list[Trajectory]
     rows: list[Tensor]
@@ -289,6 +309,10 @@ class _Plan:
     weights: Tensor | None
     reference_logp: Tensor | None
     metrics: dict[str, float]
+    tokens: Tokens
+    version: int
+    record: objective.CorrectionInput | None
+    memory: Mapping[str, float] | None
 
     @classmethod
     def make(
@@ -304,28 +328,19 @@ class _Plan:
         samples = [trajectories[i] for i in kept]
         lengths = torch.tensor([len(t.response_ids) for t in samples])
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        sequence = torch.repeat_interleave(torch.arange(len(samples)), lengths)
-        mask = torch.from_numpy(np.concatenate([t.mask for t in samples]))
+        tokens = Tokens.of(samples)
+        sequence, mask = tokens.sequence, tokens.mask
         per_token = advantages[torch.tensor(kept)][sequence]
         config = learner.config
         several = config.epochs > 1 or config.minibatches > 1
-        old_logp = weights = rejected = reference_logp = None
+        old_logp = weights = rejected = reference_logp = record = memory = None
         metrics: dict[str, float] = {}
         if learner._correction.name != "none" or several:
             scored = learner.score(samples)
-            metrics |= _gap(scored)
             old_logp = scored.logp if several else None
-            corrected = learner._correction(
-                objective.CorrectionInput(
-                    gap=objective.token_gap(scored.logp, scored.rollout_logp, mask, sequence),
-                    advantages=per_token,
-                    mask=mask,
-                    sequence_index=sequence,
-                    versions=scored.versions,
-                    learner_version=version,
-                    rollout_logp=scored.rollout_logp,
-                )
-            )
+            record = learner._monitor.record(tokens, scored.logp, per_token, version)
+            corrected = learner._correction(record)
+            memory = corrected.state
             weights, rejected = corrected.weights, corrected.rejected
             metrics |= objective.read(corrected.metrics)
         if learner._reference is not None:
@@ -345,4 +360,19 @@ class _Plan:
             max_tokens=learner.max_response_tokens if method == "constant" else None,
         )
         rows = [torch.arange(a, b) for a, b in pairwise(starts.tolist())]
-        return cls(samples, rows, per_token, counted, sequence, scale, old_logp, weights, reference_logp, metrics)
+        return cls(
+            samples,
+            rows,
+            per_token,
+            counted,
+            sequence,
+            scale,
+            old_logp,
+            weights,
+            reference_logp,
+            metrics,
+            tokens,
+            version,
+            record,
+            memory,
+        )

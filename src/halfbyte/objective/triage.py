@@ -160,6 +160,11 @@ class Triage:
         selected = select_within(verdict.z, verdict.suspicious, segments.count, budget)
         return Diagnosis(segments, verdict, selected, reference)
 
+    def learnt(self, found: Diagnosis) -> dict[str, float]:
+        """The memory after a batch, for :meth:`with_state`."""
+        memory = self._memory_after(found)
+        return {} if memory is None else memory.to_state()
+
     @torch.no_grad()
     def __call__(self, tokens: CorrectionInput) -> CorrectionResult:
         """See :class:`halfbyte.objective.correction.Correction`."""
@@ -178,8 +183,7 @@ class Triage:
         weights[severe] = torch.minimum(weights[severe], (self.g_sev / size).clamp(min=self.w_min))
         weights[rejected] = 0.0
         metrics = self._metrics(tokens, found, weights, severe)
-        learnt = self._learnt(found)
-        return CorrectionResult(weights, rejected, metrics, {} if learnt is None else learnt.to_state())
+        return CorrectionResult(weights, rejected, metrics, self.learnt(found))
 
     def _repaired(self, found: Diagnosis, hit: Tensor, mass: Tensor, tokens: CorrectionInput) -> Tensor:
         """Step 4: weights of the diagnosed tokens."""
@@ -219,7 +223,7 @@ class Triage:
             return self.memory.mixed(own, 1.0 / (self.memory.batches + 1.0))
         return self.memory
 
-    def _learnt(self, found: Diagnosis) -> Reference | None:
+    def _memory_after(self, found: Diagnosis) -> Reference | None:
         """The memory after this batch."""
         if self.reference == "batch" or found.reference is None:
             return self.memory
