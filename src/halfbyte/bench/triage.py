@@ -83,13 +83,13 @@ def detect(scenario: Scenario, batches: int, *, q_max: float = 1.0) -> Iterator[
         q_max: token budget; 1 shows what the gates do on their own.
     """
     drawn = [plant(scenario, seed) for seed in range(batches)]
-    for gates, alpha in GATES.items():
-        for name, (kind, parameters) in SEGMENTERS.items():
-            segmenter = make_segmenter(kind, **parameters)
-            triage = _calibrated(
-                scenario, segmenter, Triage(q_max=q_max, reference_batches=HEALTHY_BATCHES, alpha=alpha)
-            )
-            chosen = [_selected(triage, batch, segmenter) for batch in drawn]
+    for name, (kind, parameters) in SEGMENTERS.items():
+        segmenter = make_segmenter(kind, **parameters)
+        healthy = _reference(scenario, segmenter)
+        segmented = [_segmented(batch, segmenter) for batch in drawn]
+        for gates, alpha in GATES.items():
+            triage = Triage(q_max=q_max, alpha=alpha).with_state(healthy)
+            chosen = [triage.diagnose(tokens).selected_tokens(len(tokens.mask)) for tokens in segmented]
             yield _row(scenario, "detect", name, gates, drawn, chosen)
 
 
@@ -122,23 +122,19 @@ def speed(tokens: int = 1_000_000) -> Iterator[SpeedRow]:
         torch.set_num_threads(before)
 
 
-def _calibrated(scenario: Scenario, segmenter: Segmenter, triage: Triage) -> Triage:
-    """With the reference of healthy batches: the scenario's kind of noise, at its usual size."""
+def _reference(scenario: Scenario, segmenter: Segmenter) -> dict[str, float]:
+    """From healthy batches: the scenario's kind of noise, at its usual size."""
     usual = Scenario("").noise if scenario.tail == 0 else 0.05
     healthy = replace(scenario, prevalence=0.0, decoys=0.0, noise=usual)
+    triage = Triage(reference_batches=HEALTHY_BATCHES)
     for index in range(HEALTHY_BATCHES):
-        batch = plant(healthy, _FIRST_HEALTHY + index)
-        state = triage(_segmented(batch, segmenter)).state
-        triage = triage.with_state(state or {})
-    return triage
+        found = triage.diagnose(_segmented(plant(healthy, _FIRST_HEALTHY + index), segmenter))
+        triage = triage.with_state(triage.learnt(found))
+    return triage.state()
 
 
 def _segmented(batch: Batch, segmenter: Segmenter) -> CorrectionInput:
     return replace(batch.tokens, segments=segmenter(batch.layout))
-
-
-def _selected(triage: Triage, batch: Batch, segmenter: Segmenter) -> Tensor:
-    return triage.diagnose(_segmented(batch, segmenter)).selected_tokens(len(batch.damaged))
 
 
 def _row(
@@ -180,7 +176,7 @@ def _by_z(name: str) -> Callable[[Batch, Scenario], Tensor]:
 
     def score(batch: Batch, scenario: Scenario) -> Tensor:
         if scenario not in calibrated:
-            calibrated[scenario] = _calibrated(scenario, segmenter, Triage(reference_batches=HEALTHY_BATCHES))
+            calibrated[scenario] = Triage().with_state(_reference(scenario, segmenter))
         found = calibrated[scenario].diagnose(_segmented(batch, segmenter))
         out = torch.full((len(batch.damaged),), -torch.inf)
         out[found.segments.places] = found.verdict.z[found.segments.segment]
