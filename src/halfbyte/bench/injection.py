@@ -24,7 +24,7 @@ from halfbyte.models.open_model import open_model
 from halfbyte.models.precision import precision_from
 from halfbyte.models.trajectory import SamplingParams
 from halfbyte.objective import CORRECTIONS, QUADRANTS, make_correction
-from halfbyte.objective.injection import GapInjection, InjectedCorrection
+from halfbyte.objective.injection import GapInjection, InjectedCorrection, Tail
 from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.train.collect import collect
 from halfbyte.train.evaluate import evaluate
@@ -54,15 +54,27 @@ class Study:
     steps: int = 60
     lr: float = 3e-4
     schedule: Literal["linear", "constant", "cosine"] = "linear"
-    scale: float = 1.0
-    tail: str = "exponential"
-    share: float = 0.5
+    scale: float = 1.5
+    tail: Tail = "exponential"
+    share: float = 0.7
     density: float = 0.7
     block: int = 4
     unlikely: bool = False
-    largest: float = 4.0
+    largest: float = 6.0
     start: int = 10
     eval_prompts: int = 384
+
+    def __post_init__(self) -> None:
+        self.injection(QUADRANTS[0], 0)
+
+    def injection(self, quadrant: str, seed: int) -> GapInjection:
+        """What is injected into ``quadrant``.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        names = ("scale", "tail", "share", "density", "block", "unlikely", "largest", "start")
+        return GapInjection(quadrant=quadrant, seed=seed, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, order=True)
@@ -188,20 +200,7 @@ def _train(study: Study, cell: Cell) -> dict[str, Any]:
     checkpoint, tokenizer = open_model("tiny")
     kernels, precision = active(), precision_from("fp32")
     environment: Environment = make_env(study.env)
-    injection = None
-    if cell.quadrant != CLEAN:
-        injection = GapInjection(
-            quadrant=cell.quadrant,
-            scale=study.scale,
-            tail=study.tail,  # type: ignore[arg-type]
-            share=study.share,
-            density=study.density,
-            block=study.block,
-            unlikely=study.unlikely,
-            largest=study.largest,
-            start=study.start,
-            seed=cell.seed,
-        )
+    injection = None if cell.quadrant == CLEAN else study.injection(cell.quadrant, cell.seed)
     longest = EnvConfig().max_prompt_tokens
     longest = min(checkpoint.architecture.max_positions, longest + study.max_tokens)
     learner = Learner(

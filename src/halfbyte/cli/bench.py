@@ -23,6 +23,7 @@ def make_bench() -> App:
     app.command(kernels)
     app.command(rollout)
     app.command(triage)
+    app.command(injection)
     return app
 
 
@@ -147,6 +148,38 @@ def triage(
         table.show([*parts, table.speed_table(timed)])
     if json is not None:
         table.write_json(json, facts, [row.to_json() for row in rows], speed=[row.to_json() for row in timed])
+    return 0
+
+
+def injection(
+    *,
+    out: Annotated[Path, Parameter(help="JSON lines, one a finished run; called again, only missing runs are done.")],
+    quadrants: Annotated[
+        str, Parameter(help="Signs of advantage and gap, with commas.")
+    ] = "neg_neg,pos_neg,pos_pos,neg_pos",
+    corrections: Annotated[str, Parameter(help="Corrections, with commas.")] = "none,token_tis,opsm,triage",
+    seeds: Annotated[int, Parameter(help="Seeds 0, 1, ... of each kind of run.")] = 3,
+    steps: Annotated[int | None, Parameter(help="Training steps of a run; 60 by default.")] = None,
+    scale: Annotated[float | None, Parameter(help="Mean size of the injected gap, nats; 1.5 by default.")] = None,
+    share: Annotated[float | None, Parameter(help="Share of the blocks of 4 tokens that are damaged; 0.7.")] = None,
+    tail: Annotated[str | None, Parameter(help="constant, exponential (the default) or heavy.")] = None,
+    threads: Annotated[int | None, Parameter(help="Threads; all usable cores by default.")] = None,
+) -> int:
+    """Put a gap into one quadrant of an exact run: which mismatch harms learning, and what corrections recover."""
+    thread_policy.apply(threads)
+
+    from halfbyte.bench import injection as bench
+    from halfbyte.bench import table
+    from halfbyte.bench.injection_table import injection_tables
+
+    chosen = {"steps": steps, "scale": scale, "share": share, "tail": tail}
+    study = bench.Study(**{key: value for key, value in chosen.items() if value is not None})  # type: ignore[arg-type]
+    names = [[name.strip() for name in text.split(",") if name.strip()] for text in (quadrants, corrections)]
+    cells = bench.plan(names[0], names[1], range(_positive(seeds, "--seeds")))
+    try:
+        bench.run(study, cells, out, _progress)
+    finally:
+        table.show(injection_tables(bench.read(out, study)))
     return 0
 
 
