@@ -91,19 +91,24 @@ def loop_delimiter(run: list[int], tokens: SegmentInput) -> list[int]:
     return sizes
 
 
-def loop_change_point(run: list[int], tokens: SegmentInput, scale: float) -> list[int]:
-    """Dynamic programme over whole paths of two states, then blocks of 32."""
-    evidence = []
-    for i in run:
-        signed = float(tokens.gap[i]) * math.copysign(1.0, float(tokens.advantages[i]))
-        x = float(torch.tensor(signed / scale, dtype=torch.float32).clamp(-3, 3) - 0.5)
-        evidence.append(round(x * 64) / 64)
+def better_path(scaled: list[float]) -> list[int]:
+    """Dynamic programme over whole paths of two states."""
+    evidence = [round(float(torch.tensor(x, dtype=torch.float32) - 0.5) * 64) / 64 for x in scaled]
     best: list[tuple[float, list[int]]] = [(0.0, [0]), (evidence[0], [1])]
     for x in evidence[1:]:
         zero = max((best[0][0], best[0][1]), (best[1][0] - 4.0, best[1][1]), key=lambda e: e[0])
         one = max((best[1][0], best[1][1]), (best[0][0] - 4.0, best[0][1]), key=lambda e: e[0])
         best = [(zero[0], [*zero[1], 0]), (one[0] + x, [*one[1], 1])]
-    path = best[1][1] if best[1][0] > best[0][0] else best[0][1]
+    return best[1][1] if best[1][0] > best[0][0] else best[0][1]
+
+
+def loop_change_point(run: list[int], tokens: SegmentInput, scale: float) -> list[int]:
+    """Where amplifying and contracting paths change, then blocks of 32."""
+    scaled = []
+    for i in run:
+        signed = float(tokens.gap[i]) * math.copysign(1.0, float(tokens.advantages[i]))
+        scaled.append(float(torch.tensor(signed / scale, dtype=torch.float32).clamp(-3, 3)))
+    path = [up - down for up, down in zip(better_path(scaled), better_path([-x for x in scaled]))]
     sizes: list[int] = []
     at = 0
     while at < len(path):

@@ -104,12 +104,20 @@ def brute_force(tokens: CorrectionInput, triage: Triage) -> tuple[list[float], s
         facts[name] = (e, c, z, p)
     ranked = sorted(p for _, _, _, p in facts.values())
     passing = [p for k, p in enumerate(ranked, 1) if p <= triage.alpha * k / len(ranked)]
-    threshold = max(passing, default=-1.0) if triage.alpha < 1 else 1.0
-    suspicious = [
-        name
-        for name, (e, c, z, p) in facts.items()
-        if e > triage.e_min and z > triage.z_min and (e - c) / (e + c + 1e-8) > triage.i_min and p <= threshold
-    ]
+    threshold = max(passing, default=-1.0)
+    gated, mirrored = [], 0
+    for name, (e, c, z, _) in facts.items():
+        n, scale = len(segments[name]), max(reference.scale, triage.floor)
+        mirror = math.sqrt(n / reference.length) * (c - reference.loc) / scale
+        imbalance = (e - c) / (e + c + 1e-8)
+        if e > triage.e_min and z > triage.z_min and imbalance > triage.i_min:
+            gated.append(name)
+        if c > triage.e_min and mirror > triage.z_min and imbalance < -triage.i_min:
+            mirrored += 1
+    lead = (len(gated) - mirrored) / math.sqrt(max(len(gated) + mirrored, 1))
+    chance = min(math.exp(-(lead**2) / 2), 3.179 * 0.5 * math.erfc(lead / math.sqrt(2))) if lead > 0 else 1.0
+    everyone = triage.alpha == 1 or (mirrored <= triage.alpha * len(gated) and chance <= triage.alpha / 10)
+    suspicious = [name for name in gated if everyone or facts[name][3] <= threshold]
     budget, selected = triage.q_max * sum(tokens.mask.tolist()), set()
     for name in sorted(suspicious, key=lambda k: -facts[k][2]):
         if len(segments[name]) > budget:
@@ -520,6 +528,25 @@ def test_selection_takes_the_highest_scores_and_ties_together(rows: list[tuple[i
         budget,
     )
     assert set(found.nonzero()[:, 0].tolist()) == expected
+
+
+def test_many_short_segments_that_agree_are_found_and_undirected_ones_of_any_size_are_not() -> None:
+    """Six tokens each: none is a discovery on its own."""
+    random = torch.Generator().manual_seed(0)
+    ones = torch.ones(200 * 6)
+    gap = 0.03 * torch.randn(1200, generator=random)
+    gap[: 20 * 6] -= 0.8
+    tokens = CorrectionInput(
+        gap=gap, advantages=-ones, mask=ones > 0, sequence_index=torch.arange(200).repeat_interleave(6)
+    )
+    healthy = {"loc": 0.012, "scale": 0.01, "length": 6.0, "batches": 8.0}
+    triage = Triage(q_max=1.0).with_state(healthy)
+    assert float(direction_p_value(triage.diagnose(tokens).segments.direction).min()) > 0.1 / 200
+    assert triage.diagnose(tokens).selected.nonzero()[:, 0].tolist() == list(range(20))
+    signs = torch.where(torch.rand(200, generator=random) < 0.5, 1.0, -1.0).repeat_interleave(6)
+    for undirected in (gap.abs() * 30 * torch.randn(1200, generator=random).sign(), gap.abs() * 30 * signs):
+        found = triage.diagnose(dataclasses.replace(tokens, gap=undirected))
+        assert not bool(found.selected.any())
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 12])

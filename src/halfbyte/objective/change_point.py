@@ -20,11 +20,11 @@ _STEP = 1.0 / 64.0
 
 @dataclass(frozen=True)
 class ChangePoint:
-    """Pieces in which the signed gap d = sign(A) g is on one side of ``drift``, by two states with a price for switching.
+    """Pieces in which the signed gap d = sign(A) g is mostly positive, mostly negative, or neither.
 
     The states s of a run maximise sum over s_t = 1 of (clip(d_t / scale, -clip, clip) - drift) - penalty * switches (Viterbi
-    for two states, solved exactly by a scan over compositions of clamps); scale is ``gap_scale``. Pieces longer than ``size``
-    are cut into blocks.
+    for two states, solved exactly by a scan over compositions of clamps); scale is ``gap_scale``. This is done for d and for
+    -d, so that no direction is preferred. Pieces longer than ``size`` are cut into blocks.
 
     Since borders and diagnosis use the same gaps, segments look more one-sided than chance alone would make them.
 
@@ -76,19 +76,24 @@ class ChangePoint:
         return label(tokens, runs, begins | block_begins(places, starts[piece], ends[piece], self.size))
 
     def states(self, runs: Runs, signed: Tensor) -> Tensor:
-        """[N] bool: the better state of each token, in the order of ``runs``.
+        """[N] int64: 1 where updates amplify, -1 where they contract, else 0, in the order of ``runs``.
 
         Arguments:
             signed: [N] float32, d.
         """
-        evidence = (signed / gap_scale(signed, self.floor)).clamp(-self.clip, self.clip) - self.drift
+        scaled = (signed / gap_scale(signed, self.floor)).clamp(-self.clip, self.clip)
+        return self._positive(runs, scaled).to(torch.int64) - self._positive(runs, -scaled).to(torch.int64)
+
+    def _positive(self, runs: Runs, scaled: Tensor) -> Tensor:
+        """[N] bool: the better state of each token."""
+        evidence = scaled - self.drift
         evidence = (evidence / _STEP).round() * _STEP
         penalty = max(round(self.penalty / _STEP), 1) * _STEP
         lead = _lead(evidence, penalty, runs)
-        places = torch.arange(signed.shape[0], device=signed.device)
+        places = torch.arange(scaled.shape[0], device=scaled.device)
         last = places == runs.end - 1
         decided = last | (lead.abs() > penalty)
-        following = torch.where(decided, places, signed.shape[0]).flip(0).cummin(0).values.flip(0)
+        following = torch.where(decided, places, scaled.shape[0]).flip(0).cummin(0).values.flip(0)
         return (lead > 0)[following]
 
 

@@ -23,7 +23,7 @@ class Gates:
         e_min: nats, of the amplification E.
         z_min: of z, the excess over the healthy reference in its standard deviations.
         i_min: of the imbalance I, in [0, 1).
-        alpha: false-discovery rate of the direction test, in (0, 1]; 1 switches the test off.
+        alpha: false-discovery rate of the test of direction, in (0, 1]; 1 switches the test off.
         floor: nats, smallest scale that z divides by.
 
     Raises:
@@ -59,10 +59,16 @@ class Suspicion:
 def suspicion(segments: SegmentStatistics, reference: Reference | None, gates: Gates) -> Suspicion:
     """Apply the gates.
 
-    Beside E, z and I (arXiv 2610.07043 by our reconstruction) a direction test of our own: among segments of noise
-    without a preferred direction, however large, I exceeds any fixed threshold by chance in short ones. Benjamini and
-    Hochberg (1995) on ``direction_p_value`` keeps the expected share of such segments below ``alpha``, and the chance of any
-    below ``alpha`` when there is nothing else.
+    Beside E, z and I (arXiv 2610.07043 by our reconstruction) a test of direction of our own. Where noise without a preferred
+    direction grows beyond the reference, E and z grow with it, and I exceeds any fixed threshold by chance in short
+    segments. The null hypothesis is that each gap is as likely to have one sign as the other, whatever its size. A segment
+    has to be a discovery of one of two procedures:
+
+    - Benjamini and Hochberg (1995) on ``direction_p_value``, rate ``alpha``: strong in long segments, where one stands out;
+    - mirrored counts: contraction, put through the same gates, shows how many segments pass by chance (the idea of Barber
+      and Candes, Annals of Statistics 43, 2015). All k segments are discoveries if at most ``alpha`` k pass in the mirror
+      and the two counts are further apart than fair coins would be in ``alpha / 10`` of batches: strong where many short
+      segments agree.
 
     Arguments:
         reference: level and scale; None (no batch seen) finds nothing suspicious.
@@ -73,8 +79,16 @@ def suspicion(segments: SegmentStatistics, reference: Reference | None, gates: G
     z = reference.z(segments.amplification, segments.count, gates.floor)
     gated = (segments.amplification > gates.e_min) & (z > gates.z_min) & (segments.imbalance > gates.i_min)
     if gates.alpha < 1.0:
-        gated &= _discoveries(segments.direction, gates.alpha)
+        mirror = reference.z(segments.contraction, segments.count, gates.floor)
+        mirrored = (segments.contraction > gates.e_min) & (mirror > gates.z_min) & (segments.imbalance < -gates.i_min)
+        gated &= _discoveries(segments.direction, gates.alpha) | _outnumbers(gated.sum(), mirrored.sum(), gates.alpha)
     return Suspicion(z, gated)
+
+
+def _outnumbers(here: Tensor, mirrored: Tensor, alpha: float) -> Tensor:
+    """[] bool: ``here`` segments are more than chance explains, which gave ``mirrored`` on the other side."""
+    lead = (here - mirrored) / (here + mirrored).clamp(min=1).double().sqrt()
+    return (mirrored <= alpha * here) & (direction_p_value(lead) <= 0.1 * alpha)
 
 
 def _discoveries(t: Tensor, alpha: float) -> Tensor:
