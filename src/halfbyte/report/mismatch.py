@@ -98,7 +98,7 @@ def gap_density(samples: Sequence[SampleTokens]) -> Panel:
     svg = ""
     if spread:
         label = f"Gap against log-prob of {len(points)} tokens"
-        svg = density_chart(label, x, y, colours, x_label="rollout log-prob, nats", y_label="gap, nats")  # type: ignore[arg-type]
+        svg = density_chart(label, x, y, colours, x_label="rollout log-prob, nats", y_label="gap, nats (root scale)")  # type: ignore[arg-type]
     return Panel(
         "Gap against log-prob",
         ((1, "mostly amplifying"), (0, "mostly contracting")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ def density_chart(
 ) -> str:
     """Points as a density: cells of a 60 x 40 grid, stronger where there are more points (on a logarithmic scale).
 
+    Heights are on a signed square-root scale, so that a tail does not squeeze the bulk into one line.
+
     Arguments:
         colours: of each point; a cell takes the colour that most of its points have.
     """
@@ -90,9 +93,10 @@ def density_chart(
         return ""
     across, up = 60, 40
     horizontal = linear_axis(min(x), max(x), LEFT, WIDTH - RIGHT, ticks=6)
-    vertical = linear_axis(min(y), max(y), HEIGHT - BOTTOM, TOP)
+    roots = [math.copysign(abs(value) ** 0.5, value) for value in y]
+    vertical = linear_axis(min(roots), max(roots), HEIGHT - BOTTOM, TOP)
     counts: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for px, py, colour in zip(x, y, colours):
+    for px, py, colour in zip(x, roots, colours):
         column = min(across - 1, int(across * (px - horizontal.low) / (horizontal.high - horizontal.low)))
         row = min(up - 1, int(up * (vertical.high - py) / (vertical.high - vertical.low)))
         counts[column, row][colour] += 1
@@ -107,7 +111,7 @@ def density_chart(
         f'<path class="cell c{colour} l{level}" d="{"".join(runs)}"/>'
         for (colour, level), runs in sorted(paths.items())
     )
-    parts = [_grid(vertical), _x_ticks(horizontal)]
+    parts = [_grid(vertical, [number(t * abs(t)) for t in vertical.ticks]), _x_ticks(horizontal)]
     parts.append(f'<g transform="translate({LEFT},{TOP}) scale({wide:.4f},{high:.4f})">{drawn}</g>')
     return _svg(label, [*parts, _labels(x_label, y_label)])
 
@@ -119,12 +123,8 @@ def bar_chart(label: str, bars: Bars, *, x_label: str, y_label: str = "share") -
     horizontal = linear_axis(bars.edges[0], bars.edges[-1], LEFT, WIDTH - RIGHT, ticks=6)
     ticks = (0.0, 0.01, 0.05, 0.25, 0.5, 1.0)
     top = max(bars.shares) or 1.0
-    vertical = Axis(0.0, top**0.5, HEIGHT - BOTTOM, TOP, tuple(t for t in ticks if t <= top))
-    parts = []
-    for tick in vertical.ticks:
-        at = vertical.pixel(tick**0.5)
-        parts.append(f'<path class="grid" d="M{LEFT},{at:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+    vertical = Axis(0.0, top**0.5, HEIGHT - BOTTOM, TOP, tuple(t**0.5 for t in ticks if t <= top))
+    parts = [_grid(vertical, [number(tick * tick) for tick in vertical.ticks])]
     bottom = vertical.pixel(0.0)
     for left, right, share in zip(bars.edges, bars.edges[1:], bars.shares):
         a, b, y = horizontal.pixel(left), horizontal.pixel(right), vertical.pixel(share**0.5)
@@ -139,9 +139,9 @@ def _log_share(total: int, most: int) -> float:
     return (total.bit_length() - 1) / max(1, most.bit_length() - 1)
 
 
-def _grid(y: Axis) -> str:
+def _grid(y: Axis, labels: Sequence[str]) -> str:
     parts = []
-    for tick, label in zip(y.ticks, y.labels()):
+    for tick, label in zip(y.ticks, labels):
         at = y.pixel(tick)
         parts.append(f'<path class="grid" d="M{LEFT},{at:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
