@@ -117,6 +117,8 @@ def selection_table(rows: Sequence[SelectionRow], title: str) -> Table:
 def _scores(row: SelectionRow) -> str:
     if row.f1 is None:
         return f"{row.touched} of {row.batches}, {row.selected:.0f} tokens"
+    if row.mode == "rank":  # as many selected as damaged: precision and recall are F1
+        return f"{row.f1:.2f}"
     return f"{row.f1:.2f} ({0.0 if row.precision is None else row.precision:.2f}, {row.recall:.2f})"
 
 

@@ -139,7 +139,7 @@ def triage(
         groups = {
             "TRIAGE's own selection: F1 (precision, recall); without damage, batches touched": ("detect", "default"),
             "the same without the direction test": ("detect", "without direction test"),
-            "as many tokens as are damaged, by score: F1 (precision, recall)": ("rank", ""),
+            "as many tokens as are damaged, highest score first: F1": ("rank", ""),
         }
         parts = [
             table.selection_table([row for row in rows if (row.mode, row.gates) == key], title)
