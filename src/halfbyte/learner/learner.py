@@ -20,6 +20,7 @@ from halfbyte.errors import SpecMismatchError
 from halfbyte.kernels import Kernels
 from halfbyte.learner.autograd import AutogradExecution
 from halfbyte.learner.batch import LearnerBatch, collate, micro_batches
+from halfbyte.learner.decisions import Decisions
 from halfbyte.learner.diagnosis import Monitor, Tokens
 from halfbyte.learner.memory import tokens_that_fit
 from halfbyte.learner.optimiser import Optimiser
@@ -53,6 +54,7 @@ class StepResult:
     metrics: dict[str, float]
     changed: bool
     warnings: tuple[str, ...] = field(default=())
+    decisions: Decisions | None = None
 
 
 class Learner:
@@ -174,13 +176,16 @@ class Learner:
         valid = [t for t, ok in zip(trajectories, result.valid.tolist()) if ok]
         plan = _Plan.make(self, trajectories, kept, valid, result.advantages, step, version)
         found, changed = self._optimise(plan, step)
+        rule = self._correction
+        triage = rule if isinstance(rule, objective.Triage) else self._monitor.triage
         # Only now: a step that failed is done again after a resume, and must not count twice in the reference.
         record = plan.record
         assert record is not None
         self._monitor.learn(record)
         if isinstance(self._correction, objective.StatefulCorrection) and plan.memory is not None:
             self._correction = self._correction.with_state(plan.memory)
-        return StepResult(metrics | found, changed=changed, warnings=notes)
+        decided = Decisions(kept, record, plan.weights, triage)
+        return StepResult(metrics | found, changed=changed, warnings=notes, decisions=decided)
 
     def memory(self) -> dict[str, dict[str, float]]:
         """What diagnosis and correction have learnt, as JSON numbers, for a checkpoint."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from halfbyte.config import Config
 from halfbyte.envs import Environment, Prompt
@@ -18,7 +19,7 @@ from halfbyte.train.evaluate import evaluate
 from halfbyte.train.progress import RunProgress
 from halfbyte.train.prompts import prompt_index
 from halfbyte.train.run_folder import RunFolder
-from halfbyte.train.saved import saved_rows
+from halfbyte.train.saved import add_decisions, saved_rows
 from halfbyte.train.state import Progress, save_state
 from halfbyte.train.tracker import Tracker
 
@@ -151,7 +152,7 @@ class Trainer:
             max_prompt_tokens=self.prompt_limit,
         )
         rolled = time.perf_counter()
-        self._save_trajectories(trajectories)
+        rows = self._rows_to_save(trajectories)
         scored = time.perf_counter()
         result = self.learner.step(trajectories, progress.step, progress.version)
         for note in result.warnings:
@@ -160,6 +161,9 @@ class Trainer:
                 display.say(f"warning: {note}")
         self._say_why_nothing_scored(trajectories, display)
         learned = time.perf_counter()
+        if rows:
+            add_decisions(rows, result.decisions)
+            self.folder.save_trajectories(progress.step + 1, rows)
         if result.changed:
             progress.version += 1
             self.engine.load_weights(dict(self.learner.parameters.published()), progress.version)
@@ -177,12 +181,12 @@ class Trainer:
         }
         return row
 
-    def _save_trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+    def _rows_to_save(self, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
         train, step = self.config.train, self.progress.step
-        if train.save_trajectories_every and step % train.save_trajectories_every == 0:
-            method = self.config.objective.advantage
-            rows = saved_rows(trajectories, train.saved_trajectories, self.learner, self.tokenizer, method)
-            self.folder.save_trajectories(step + 1, rows)
+        if not train.save_trajectories_every or step % train.save_trajectories_every:
+            return []
+        method = self.config.objective.advantage
+        return saved_rows(trajectories, train.saved_trajectories, self.learner, self.tokenizer, method)
 
     def _say_why_nothing_scored(self, trajectories: Sequence[Trajectory], display: RunProgress) -> None:
         """Once, if a whole step has no reward: a broken reward function must not look like a slow start."""
