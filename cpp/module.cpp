@@ -18,5 +18,6 @@ NB_MODULE(_native, m) {
     register_experts(m);
     register_norm(m);
     register_attention(m);
+    register_attend(m);
     register_sampling(m);
 }

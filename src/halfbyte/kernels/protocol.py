@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats import QuantSpec, QuantTensor
+from halfbyte.kernels.attention_step import AttentionStep
 from halfbyte.kernels.kv import KvKind, KvLayer
 from halfbyte.kernels.reference.sampling import Sampled
 from halfbyte.kernels.weights import LinearKind, PackedExperts, PackedLinear
@@ -117,6 +118,20 @@ class Kernels(Protocol):
         self, q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor, scale: float
     ) -> Tensor:
         """Causal paged attention, ``q [T, H, D] -> [T, H, D]`` float32."""
+        ...
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: KvLayer,
+        step: AttentionStep,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """All between two projections, in one call: ``qkv [T, (H + 2 Hkv) D] -> [T, H D]``. Head norms ``[D]`` (where given),
+        rotation, :meth:`store_kv`, :meth:`attention`; bit-equal to those steps one by one."""
         ...
 
     # Sampling

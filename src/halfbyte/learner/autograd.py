@@ -75,14 +75,23 @@ class AutogradExecution:
         kinds = self.precision.kinds(site_of(f"{names[0]}.weight"))
         return self._phased(x, kinds, lambda rows, kind: self._project(rows, names, kind))
 
-    def rotate(self, x: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        """Heads, their norms, rotation, attention."""
+        prefix, arch = f"model.layers.{layer}.self_attn", self.arch
+        heads, kv, dim = arch.n_heads, arch.n_kv_heads, arch.head_dim
+        parts = qkv.split((heads * dim, kv * dim, kv * dim), dim=1)
+        q, k, v = (part.reshape(len(qkv), -1, dim) for part in parts)
+        if arch.qk_norm:
+            q, k = self.norm(q, f"{prefix}.q_norm"), self.norm(k, f"{prefix}.k_norm")
+        return self._attention(prefix, self._rotate(q), self._rotate(k), v)
+
+    def _rotate(self, x: Tensor) -> Tensor:
         """Rotary embedding, half-split convention."""
         first, second = x.chunk(2, dim=-1)
         return x * self._cos + torch.cat([-second, first], dim=-1) * self._sin
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attention(self, prefix: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention inside each sequence; K and V rounded as the rollout's pages hold them."""
-        prefix = f"model.layers.{layer}.self_attn"
         k, v = self._cached(k, f"{prefix}.k"), self._cached(v, f"{prefix}.v")
         grouped = self.arch.n_heads != self.arch.n_kv_heads
         parts = []

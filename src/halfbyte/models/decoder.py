@@ -40,7 +40,7 @@ def logits(arch: Architecture, run: Execution, ids: Tensor, rows: Tensor | None 
 
 def _layer(arch: Architecture, run: Execution, index: int, x: Tensor) -> Tensor:
     prefix = f"model.layers.{index}"
-    h = x + _attention(arch, run, index, run.norm(x, f"{prefix}.input_layernorm"))
+    h = x + _attention(run, index, run.norm(x, f"{prefix}.input_layernorm"))
     z = run.norm(h, f"{prefix}.post_attention_layernorm")
     if arch.is_moe_layer(index):
         return h + run.experts(index, z)
@@ -49,13 +49,7 @@ def _layer(arch: Architecture, run: Execution, index: int, x: Tensor) -> Tensor:
     return h + run.linear(inner, (f"{mlp}.down_proj",))
 
 
-def _attention(arch: Architecture, run: Execution, index: int, x: Tensor) -> Tensor:
+def _attention(run: Execution, index: int, x: Tensor) -> Tensor:
     name = f"model.layers.{index}.self_attn"
-    heads, kv, dim = arch.n_heads, arch.n_kv_heads, arch.head_dim
     qkv = run.linear(x, (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"))
-    q, k, v = qkv.split((heads * dim, kv * dim, kv * dim), dim=1)
-    q, k, v = q.reshape(-1, heads, dim), k.reshape(-1, kv, dim), v.reshape(-1, kv, dim)
-    if arch.qk_norm:
-        q, k = run.norm(q, f"{name}.q_norm"), run.norm(k, f"{name}.k_norm")
-    out = run.attention(index, run.rotate(q), run.rotate(k), v)
-    return run.linear(out, (f"{name}.o_proj",))
+    return run.linear(run.attend(index, qkv), (f"{name}.o_proj",))

@@ -33,12 +33,10 @@ class Execution(Protocol):
         """Projections that share the input ``x`` [T, K], concatenated: [T, sum N]. Biases are added where they exist."""
         ...
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotary embedding of ``x`` [T, heads, head_dim] at the bound positions (half-split convention)."""
-        ...
-
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal grouped-query attention; q [T, H, D], k and v [T, Hkv, D] after rotation -> [T, H * D]."""
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        """All between two projections: the heads of ``qkv`` [T, (H + 2 Hkv) * D], RMSNorm of query and key heads where the
+        family has it, rotary embedding at the bound positions (half-split convention), causal grouped-query attention:
+        [T, H * D]."""
         ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:

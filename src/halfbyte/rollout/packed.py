@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import NumericsError
-from halfbyte.kernels import Kernels, PackedLinear
+from halfbyte.kernels import AttentionStep, Kernels, PackedLinear
 from halfbyte.models.architecture import site_of
 from halfbyte.models.routing import route
 from halfbyte.rollout.pages import PagePool
@@ -60,7 +60,10 @@ class PackedExecution:
     ) -> None:
         self.weights, self.pool, self.kernels, self.batch, self.find_fault = weights, pool, kernels, batch, find_fault
         self.arch, self.precision = weights.arch, weights.precision
-        self._scale = float(self.arch.head_dim) ** -0.5
+        self._step = AttentionStep(
+            batch.positions, batch.slots, batch.page_table, batch.query_start, batch.context_length,
+            weights.cos, weights.sin, float(self.arch.head_dim) ** -0.5,
+        )  # fmt: skip
         self._moe_index = {layer: i for i, layer in enumerate(pool.moe_layers)}
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -79,16 +82,16 @@ class PackedExecution:
         kinds = self.precision.kinds(site_of(f"{names[0]}.weight"))
         return self._phased(x, [self.weights.linears[names, kind] for kind in kinds], self.kernels.linear)
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotary embedding at the batch's positions."""
-        return self.kernels.rope(x, self.batch.positions, self.weights.cos, self.weights.sin)
-
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Write K and V to their pages, then attend to what the pages hold (so that prefill equals decode)."""
-        cache, batch = self.pool.layers[layer], self.batch
-        self.kernels.store_kv(cache, k, v.contiguous(), batch.slots)
-        out = self.kernels.attention(q, cache, batch.page_table, batch.query_start, batch.context_length, self._scale)
-        return out.view(len(q), -1)
+        name = f"model.layers.{layer}.self_attn"
+        vectors = self.weights.vectors
+        norms = (
+            (vectors[f"{name}.q_norm.weight"], vectors[f"{name}.k_norm.weight"]) if self.arch.qk_norm else (None, None)
+        )
+        return self.kernels.attend(
+            qkv, self.pool.layers[layer], self._step, q_norm=norms[0], k_norm=norms[1], eps=self.arch.norm_eps
+        )
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[T, 2I] -> [T, I]."""

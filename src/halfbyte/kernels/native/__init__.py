@@ -14,7 +14,9 @@ from torch import Tensor
 from halfbyte.formats import QuantSpec, QuantTensor
 from halfbyte.kernels import _native
 from halfbyte.kernels import kv as _kv
+from halfbyte.kernels.attention_step import AttentionStep
 from halfbyte.kernels.kv import KvKind, KvLayer
+from halfbyte.kernels.native import attend as _attend
 from halfbyte.kernels.native import attention as _attention
 from halfbyte.kernels.native import experts as _experts
 from halfbyte.kernels.native import kv_store as _kv_store
@@ -130,6 +132,18 @@ class NativeKernels:
         self, q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor, scale: float
     ) -> Tensor:
         return _attention.attention(q, layer, page_table, query_start, context_len, scale, isa=self._isa)
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: KvLayer,
+        step: AttentionStep,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        return _attend.attend(self, qkv, layer, step, q_norm, k_norm, eps, isa=self._isa)
 
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
         return _sampling.log_softmax(logits, temperature, isa=self._isa)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from halfbyte.formats import QuantSpec, QuantTensor
 from halfbyte.kernels import kv as _kv
+from halfbyte.kernels.attention_step import AttentionStep
 from halfbyte.kernels.kv import KvKind, KvLayer
+from halfbyte.kernels.reference import attend as _attend
 from halfbyte.kernels.reference import attention as _attention
 from halfbyte.kernels.reference import experts as _experts
 from halfbyte.kernels.reference import kv_store as _kv_store
@@ -101,6 +103,18 @@ class ReferenceKernels:
         self, q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor, scale: float
     ) -> Tensor:
         return _attention.attention(q, layer, page_table, query_start, context_len, scale)
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: KvLayer,
+        step: AttentionStep,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        return _attend.attend(self, qkv, layer, step, q_norm, k_norm, eps)
 
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
         return _sampling.log_softmax(logits, temperature)
