@@ -63,8 +63,18 @@ class Kernels(Protocol):
         so that weights sharing an input can be concatenated and packed as one."""
         ...
 
-    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
-        """``x [M, K] float32 -> [M, N] float32`` by the sum order of ``w.kind`` (see ``reference/linear.py``)."""
+    def linear(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """``x [M, K] float32 -> [M, N] float32`` by the sum order of ``w.kind`` (see ``reference/linear.py``). Around it, if
+        asked: RMSNorm of the rows before (``norm [K]``); SwiGLU of the result (``gated``: ``[M, N / 2]``), ``residual`` added."""
         ...
 
     def pack_experts(

@@ -21,6 +21,7 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "WeightStore",
+    "check_around",
     "check_bias",
     "check_input",
     "check_kind",
@@ -209,6 +210,25 @@ def check_input(x: Tensor, k: int, name: str) -> None:
     """
     if x.dim() != 2 or x.shape[1] != k or x.dtype != torch.float32:
         raise ShapeError(f"the input is {x.dtype} {tuple(x.shape)}", where=name, expected=f"float32 [M, {k}]")
+
+
+def check_around(x: Tensor, w: PackedLinear, norm: Tensor | None, gated: bool, residual: Tensor | None) -> int:
+    """Checks the operands of ``Kernels.linear``; returns the width of its result.
+
+    Raises:
+        ShapeError: ``x`` is not float32 ``[M, w.k]``, the norm not ``[w.k]``, ``w.n`` odd although gated, or the residual
+            not float32 of the result's shape.
+    """
+    check_input(x, w.k, w.name)
+    width = w.n // 2 if gated else w.n
+    if gated and w.n % 2:
+        raise ShapeError(f"a gated product of {w.n} outputs", where=w.name, expected="gate and up of one width")
+    if norm is not None and norm.shape != (w.k,):
+        raise ShapeError(f"the norm has shape {tuple(norm.shape)}", where=w.name, expected=f"[{w.k}]")
+    if residual is not None and (residual.shape != (len(x), width) or residual.dtype != torch.float32):
+        found = f"the residual is {residual.dtype} {tuple(residual.shape)}"
+        raise ShapeError(found, where=w.name, expected=f"float32 [{len(x)}, {width}]")
+    return width
 
 
 def matrix_shape(shape: Sequence[int], name: str) -> tuple[int, int]:

@@ -70,10 +70,21 @@ class AutogradExecution:
         scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.arch.norm_eps)
         return x * scale * self.parameters.effective(f"{name}.weight")
 
-    def linear(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        names: tuple[str, ...],
+        *,
+        norm: str | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """Projections that share an input, concatenated."""
         kinds = self.precision.kinds(site_of(f"{names[0]}.weight"))
-        return self._phased(x, kinds, lambda rows, kind: self._project(rows, names, kind))
+        rows = x if norm is None else self.norm(x, norm)
+        out = self._phased(rows, kinds, lambda rows, kind: self._project(rows, names, kind))
+        out = self._swiglu(out) if gated else out
+        return out if residual is None else residual + out
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Heads, their norms, rotation, attention."""
@@ -103,8 +114,7 @@ class AutogradExecution:
             parts.append(out.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2]).index_select(0, bucket.real_cells))
         return torch.cat(parts).index_select(0, self._back)
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """[T, 2I] -> [T, I]."""
+    def _swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
@@ -162,7 +172,7 @@ class AutogradExecution:
         outputs = []
         for expert, rows in enumerate(order.split(counts)):
             if len(rows):
-                inner = self.swiglu(F.linear(rounded.index_select(0, rows // k), gate_up[expert]))
+                inner = self._swiglu(F.linear(rounded.index_select(0, rows // k), gate_up[expert]))
                 inner = self._activation(inner, kind, f"{prefix}.mid", gate_up.shape[-1])
                 outputs.append(F.linear(inner, down[expert]))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))

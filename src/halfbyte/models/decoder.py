@@ -40,16 +40,11 @@ def logits(arch: Architecture, run: Execution, ids: Tensor, rows: Tensor | None 
 
 def _layer(arch: Architecture, run: Execution, index: int, x: Tensor) -> Tensor:
     prefix = f"model.layers.{index}"
-    h = x + _attention(run, index, run.norm(x, f"{prefix}.input_layernorm"))
-    z = run.norm(h, f"{prefix}.post_attention_layernorm")
+    attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    qkv = run.linear(x, (f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"), norm=f"{prefix}.input_layernorm")
+    h = run.linear(run.attend(index, qkv), (f"{attn}.o_proj",), residual=x)
+    norm = f"{prefix}.post_attention_layernorm"
     if arch.is_moe_layer(index):
-        return h + run.experts(index, z)
-    mlp = f"{prefix}.mlp"
-    inner = run.swiglu(run.linear(z, (f"{mlp}.gate_proj", f"{mlp}.up_proj")))
-    return h + run.linear(inner, (f"{mlp}.down_proj",))
-
-
-def _attention(run: Execution, index: int, x: Tensor) -> Tensor:
-    name = f"model.layers.{index}.self_attn"
-    qkv = run.linear(x, (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"))
-    return run.linear(run.attend(index, qkv), (f"{name}.o_proj",))
+        return h + run.experts(index, run.norm(h, norm))
+    inner = run.linear(h, (f"{mlp}.gate_proj", f"{mlp}.up_proj"), norm=norm, gated=True)
+    return run.linear(inner, (f"{mlp}.down_proj",), residual=h)

@@ -77,10 +77,27 @@ class PackedExecution:
         )
         return flat.view(x.shape)
 
-    def linear(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        names: tuple[str, ...],
+        *,
+        norm: str | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """Projections that share an input, each row in its phase's precision."""
         kinds = self.precision.kinds(site_of(f"{names[0]}.weight"))
-        return self._phased(x, [self.weights.linears[names, kind] for kind in kinds], self.kernels.linear)
+        if len(kinds) == 1:
+            weight = None if norm is None else self.weights.vectors[f"{norm}.weight"]
+            return self.kernels.linear(
+                x, self.weights.linears[names, kinds[0]],
+                norm=weight, eps=self.arch.norm_eps, gated=gated, residual=residual,
+            )  # fmt: skip
+        rows = x if norm is None else self.norm(x, norm)
+        out = self._phased(rows, [self.weights.linears[names, kind] for kind in kinds], self.kernels.linear)
+        out = self.kernels.swiglu(out) if gated else out
+        return out if residual is None else residual + out
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Write K and V to their pages, then attend to what the pages hold (so that prefill equals decode)."""
@@ -92,10 +109,6 @@ class PackedExecution:
         return self.kernels.attend(
             qkv, self.pool.layers[layer], self._step, q_norm=norms[0], k_norm=norms[1], eps=self.arch.norm_eps
         )
-
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """[T, 2I] -> [T, I]."""
-        return self.kernels.swiglu(gate_up)
 
     def experts(self, layer: int, x: Tensor) -> Tensor:
         """Routed experts; the routes are written to the tokens' slots."""

@@ -88,8 +88,17 @@ class NativeKernels:
             self._isa, weight, kind, weight_spec=weight_spec, activation_spec=activation_spec, bias=bias, name=name
         )
 
-    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
-        return _linear.linear(self._isa, x, w)
+    def linear(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return _linear.linear(self._isa, x, w, norm, eps, gated, residual)
 
     def pack_experts(
         self,

@@ -11,12 +11,15 @@ from halfbyte import formats
 from halfbyte.errors import ShapeError
 from halfbyte.formats import QuantSpec, QuantTensor
 from halfbyte.kernels import _native
+from halfbyte.kernels.native.buffers import as_buffer
+from halfbyte.kernels.native.norm import rms_norm
 from halfbyte.kernels.native.quantise import quantise, rule_of
+from halfbyte.kernels.native.swiglu import swiglu
 from halfbyte.kernels.weights import (
     LinearKind,
     PackedLinear,
+    check_around,
     check_bias,
-    check_input,
     check_kind,
     matrix_shape,
     row_global_scale,
@@ -156,28 +159,51 @@ def pack_linear(
     )
 
 
-def linear(isa: int, x: Tensor, w: PackedLinear) -> Tensor:
+def linear(
+    isa: int,
+    x: Tensor,
+    w: PackedLinear,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
     """``x [M, K] float32 -> [M, N] float32``; definition and errors as in ``reference.linear.linear``."""
     store = w.store
     if not isinstance(store, PanelStore):
         raise ShapeError(
             "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
         )
-    check_input(x, w.k, w.name)
-    rows = x.shape[0]
-    out = torch.empty(rows, w.n)
-    if rows == 0 or w.n == 0:
-        return out
-    x = x.contiguous()
+    width = check_around(x, w, norm, gated, residual)
     rule = None if w.activation_spec is None else rule_of(w.activation_spec)
     if w.activation_spec is not None and rule is None:
-        q = quantise(isa, x, w.activation_spec, name=f"{w.name} input")
-        g = row_global_scale(q.multiplier(), (rows,))
-        _native.linear_codes(
-            isa, store.view, q.codes.data_ptr(), q.scales.data_ptr(), g.data_ptr(), rows, out.data_ptr()
-        )
+        rows = x if norm is None else rms_norm(x, norm, eps, isa=isa)
+        y = _by_codes(isa, rows, w, store)
+        if gated:
+            y = swiglu(y, isa=isa)
+        return y if residual is None else residual + y
+    out = torch.empty(len(x), width)
+    if out.numel() == 0:
         return out
-    if _native.linear(isa, store.view, rule, x.data_ptr(), rows, out.data_ptr()) >= 0:
+    x, norm, residual = (
+        as_buffer(x),
+        None if norm is None else as_buffer(norm),
+        None if residual is None else as_buffer(residual),
+    )
+    around = (0 if norm is None else norm.data_ptr(), eps, gated, 0 if residual is None else residual.data_ptr())
+    if _native.linear(isa, store.view, rule, x.data_ptr(), len(x), out.data_ptr(), *around) >= 0:
         assert w.activation_spec is not None
-        formats.quantise(x, w.activation_spec, name=f"{w.name} input")  # raises, with the message of the definition
+        rows = x if norm is None else rms_norm(x, norm, eps, isa=isa)
+        formats.quantise(rows, w.activation_spec, name=f"{w.name} input")  # raises, with the message of the definition
+    return out
+
+
+def _by_codes(isa: int, x: Tensor, w: PackedLinear, store: PanelStore) -> Tensor:
+    assert w.activation_spec is not None
+    out = torch.empty(len(x), w.n)
+    if out.numel():
+        q = quantise(isa, x, w.activation_spec, name=f"{w.name} input")
+        g = row_global_scale(q.multiplier(), (len(x),))
+        codes, scales = q.codes.data_ptr(), q.scales.data_ptr()
+        _native.linear_codes(isa, store.view, codes, scales, g.data_ptr(), len(x), out.data_ptr())
     return out

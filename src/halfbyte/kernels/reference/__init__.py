@@ -59,8 +59,17 @@ class ReferenceKernels:
             weight, kind, weight_spec=weight_spec, activation_spec=activation_spec, bias=bias, name=name
         )
 
-    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
-        return _linear.linear(x, w)
+    def linear(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return _linear.linear(x, w, norm, eps, gated, residual)
 
     def pack_experts(
         self,
