@@ -26,6 +26,7 @@ from halfbyte.kernels.native import quantise as _quantise
 from halfbyte.kernels.native import rope as _rope
 from halfbyte.kernels.native import sampling as _sampling
 from halfbyte.kernels.native import swiglu as _swiglu
+from halfbyte.kernels.native.buffers import new_zeros
 from halfbyte.kernels.reference.sampling import Sampled
 from halfbyte.kernels.weights import LinearKind, PackedExperts, PackedLinear
 
@@ -129,7 +130,7 @@ class NativeKernels:
     def new_kv_layer(
         self, n_pages: int, page_size: int, n_kv: int, head_dim: int, kind: KvKind, spec: QuantSpec | None = None
     ) -> KvLayer:
-        return _kv.new_kv_layer(n_pages, page_size, n_kv, head_dim, kind, spec)
+        return _kv.new_kv_layer(n_pages, page_size, n_kv, head_dim, kind, spec, zeros=new_zeros)
 
     def store_kv(self, layer: KvLayer, k: Tensor, v: Tensor, slots: Tensor) -> None:
         _kv_store.store_kv(layer, k, v, slots, isa=self._isa)

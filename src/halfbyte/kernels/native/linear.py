@@ -11,7 +11,7 @@ from halfbyte import formats
 from halfbyte.errors import ShapeError
 from halfbyte.formats import QuantSpec, QuantTensor
 from halfbyte.kernels import _native
-from halfbyte.kernels.native.buffers import as_buffer
+from halfbyte.kernels.native.buffers import as_buffer, new_buffer
 from halfbyte.kernels.native.norm import rms_norm
 from halfbyte.kernels.native.quantise import quantise, rule_of
 from halfbyte.kernels.native.swiglu import swiglu
@@ -101,8 +101,8 @@ def pack_stack(
     codes = scales = row_scale = dense = None
     if isinstance(weight, QuantTensor):
         block = weight.spec.block
-        codes = torch.empty(count, panels, k // 16, 128, dtype=torch.uint8)
-        scales = torch.empty(count, panels, k // block, _PANEL, dtype=torch.uint8)
+        codes = new_buffer((count, panels, k // 16, 128), torch.uint8)
+        scales = new_buffer((count, panels, k // block, _PANEL), torch.uint8)
         rows = weight.codes.reshape(count, n, k // 2).contiguous()
         row_scales = weight.scales.reshape(count, n, k // block).contiguous()
         for e in range(count):
@@ -115,7 +115,8 @@ def pack_stack(
         step = 1 if kind == "fp32" else 2
         cast = weight.detach().to(torch.float32 if kind == "fp32" else torch.bfloat16).reshape(count, n, k)
         full = torch.nn.functional.pad(cast, (0, -k % step, 0, panels * _PANEL - n))
-        dense = full.view(count, panels, _PANEL, -1, step).permute(0, 1, 3, 2, 4).contiguous()
+        dense = new_buffer((count, panels, full.shape[-1] // step, _PANEL, step), full.dtype)
+        dense.copy_(full.view(count, panels, _PANEL, -1, step).permute(0, 1, 3, 2, 4))
     view = _native.Panels(
         _KINDS[kind],
         1 if spec is not None and spec.format == "mxfp4" else 0,
@@ -182,7 +183,7 @@ def linear(
         if gated:
             y = swiglu(y, isa=isa)
         return y if residual is None else residual + y
-    out = torch.empty(len(x), width)
+    out = new_buffer((len(x), width))
     if out.numel() == 0:
         return out
     x, norm, residual = (

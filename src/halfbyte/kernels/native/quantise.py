@@ -15,6 +15,7 @@ from halfbyte import formats
 from halfbyte.formats import QuantSpec, QuantTensor, get_spec
 from halfbyte.formats.global_scale import check_global
 from halfbyte.kernels import _native
+from halfbyte.kernels.native.buffers import new_buffer
 
 __all__ = ["dequantise", "fake_quantise", "quantise", "rule_of"]
 
@@ -45,7 +46,7 @@ def quantise(
         return formats.quantise(x, spec, global_scale=global_scale, name=name)
     v = x.detach().contiguous()
     leading, k = v.shape[:-1], v.shape[-1]
-    codes = torch.empty((*leading, k // 2), dtype=torch.uint8)
+    codes = new_buffer((*leading, k // 2), torch.uint8)
     scales = torch.empty((*leading, k // spec.block), dtype=torch.uint8)
     if global_scale is None:
         stored = torch.empty(leading if spec.global_scale == "token" else ())
@@ -74,7 +75,7 @@ def dequantise(isa: int, q: QuantTensor, dtype: torch.dtype = torch.float32) -> 
     if not native:
         return formats.dequantise(q, dtype)
     k = q.shape[-1]
-    out = torch.empty(q.shape, dtype=dtype)
+    out = new_buffer(q.shape, dtype)
     codes, scales, g = q.codes.contiguous(), q.scales.contiguous(), q.multiplier().contiguous()
     _native.dequantise(
         isa, 0 if q.spec.format == "nvfp4" else 1, codes.data_ptr(), scales.data_ptr(), g.data_ptr(), g.numel(),
@@ -90,7 +91,7 @@ def fake_quantise(isa: int, x: Tensor, spec: QuantSpec, *, name: str = "tensor")
         q = formats.quantise(x, spec, name=name)
         return dequantise(isa, q, x.dtype)
     v = x.detach().contiguous()
-    out = torch.empty(v.shape, dtype=v.dtype)
+    out = new_buffer(v.shape, v.dtype)
     k = v.shape[-1]
     bad = _native.fake_quantise(isa, rule, v.data_ptr(), v.dtype == torch.bfloat16, v.numel() // k, k, out.data_ptr())
     if bad >= 0:
