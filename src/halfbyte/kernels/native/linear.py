@@ -16,13 +16,14 @@ from halfbyte.kernels.weights import (
     LinearKind,
     PackedLinear,
     check_bias,
+    check_codes,
     check_input,
     check_kind,
     matrix_shape,
     row_global_scale,
 )
 
-__all__ = ["PanelStore", "linear", "pack_linear", "pack_stack"]
+__all__ = ["PanelStore", "linear", "linear_codes", "pack_linear", "pack_stack"]
 
 _KINDS: dict[str, int] = {"fp32": 0, "bf16": 1, "w4a16": 2, "w4a4": 3}
 _PANEL = 16
@@ -171,13 +172,25 @@ def linear(isa: int, x: Tensor, w: PackedLinear) -> Tensor:
     x = x.contiguous()
     rule = None if w.activation_spec is None else rule_of(w.activation_spec)
     if w.activation_spec is not None and rule is None:
-        q = quantise(isa, x, w.activation_spec, name=f"{w.name} input")
-        g = row_global_scale(q.multiplier(), (rows,))
-        _native.linear_codes(
-            isa, store.view, q.codes.data_ptr(), q.scales.data_ptr(), g.data_ptr(), rows, out.data_ptr()
-        )
-        return out
+        return linear_codes(isa, quantise(isa, x, w.activation_spec, name=f"{w.name} input"), w)
     if _native.linear(isa, store.view, rule, x.data_ptr(), rows, out.data_ptr()) >= 0:
         assert w.activation_spec is not None
         formats.quantise(x, w.activation_spec, name=f"{w.name} input")  # raises, with the message of the definition
+    return out
+
+
+def linear_codes(isa: int, q: QuantTensor, w: PackedLinear) -> Tensor:
+    """``q [M, K]`` quantised by ``w.activation_spec -> [M, N] float32``; errors as in ``reference.linear.linear_codes``."""
+    check_codes(q, w)
+    store = w.store
+    if not isinstance(store, PanelStore):
+        raise ShapeError(
+            "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
+        )
+    rows = q.shape[0]
+    out = torch.empty(rows, w.n)
+    if rows and w.n:
+        g = row_global_scale(q.multiplier(), (rows,))
+        codes, scales = q.codes.contiguous(), q.scales.contiguous()
+        _native.linear_codes(isa, store.view, codes.data_ptr(), scales.data_ptr(), g.data_ptr(), rows, out.data_ptr())
     return out
