@@ -1,7 +1,7 @@
 """Rounding on the learner's side under guidance, with a straight-through gradient (TRACE, arXiv 2610.07767, section 3).
 
-The numbers are the kernels' (``halfbyte.kernels.reference.guide`` defines them); here are the methods and the gradient. ``trace`` with
-4 bits guarantees, value by value and at the same scale: |q* - q_roll| <= |round to nearest - q_roll|. With 1 bit that holds
+The numbers are the kernels' (``halfbyte.kernels.reference.guide`` defines them); here are the methods and the gradient. Guarantee
+of ``trace`` with 4 bits, value by value, at one scale: |q* - q_roll| <= |round to nearest - q_roll|. With 1 bit it holds
 wherever the rollout's code is one of the two neighbours, with 2 bits also one step beyond.
 """
 

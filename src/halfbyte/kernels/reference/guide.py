@@ -11,8 +11,8 @@ around z, and y = s * q where q is the one of the two that the payload points at
 Edges: z on a grid point keeps it (2 bits may move one step, to the neighbour that the residue names); |z| = 6, also after the
 clip, has the bracket {4, 6}; a zero scale gives 0; -0 counts as 0 and zeros come out positive.
 
-``shift`` in [0, 1] moves the threshold between q- and q+ away from the one pointed at: 1 always takes it, 0 is rounding to nearest
-by the spec at the rollout's scale, between them it is taken from a distance of at most (1 + shift) / 2 of the bracket.
+``shift`` in [0, 1] moves the threshold between q- and q+ away from the one pointed at: 1 always takes it, 0 is rounding to
+nearest by the spec at the rollout's scale, between them it is taken from a distance of at most (1 + shift) / 2 of the bracket.
 """
 
 from __future__ import annotations
