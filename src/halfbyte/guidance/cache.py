@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import DataError
+from halfbyte.formats import Payload, PayloadBits
+from halfbyte.formats.payload import payload_codes
 from halfbyte.guidance.layout import Layout, encode_global
-from halfbyte.guidance.payload import Payload, narrow_codes
 from halfbyte.kernels.kv import KvLayer
 
-__all__ = ["Arena", "PassRecord", "Shelf"]
+__all__ = ["Arena", "PassRecord", "Shelf", "split_rows"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -41,6 +42,7 @@ class Arena:
 
     def __init__(self, layout: Layout, n_pages: int, page_size: int) -> None:
         self.layout, self.n_pages, self.page_size = layout, n_pages, page_size
+        self.text = layout.to_text()
         # calloc: untouched pages of a large pool cost nothing
         self.rows: Bytes = np.zeros((n_pages * page_size, layout.recorded_bytes), dtype=np.uint8)
 
@@ -60,7 +62,9 @@ class Arena:
         for layer, *fields in layout.pages():
             for field, (codes, scales) in zip(fields, kv[layer].page_codes(pages)):
                 if field is not None:
-                    out[:, field.start : field.scales_at] = narrow_codes(codes, field.bits).reshape(len(out), -1).numpy()
+                    out[:, field.start : field.scales_at] = (
+                        payload_codes(codes, field.bits).reshape(len(out), -1).numpy()
+                    )
                     out[:, field.scales_at : field.stop] = scales.reshape(len(out), -1).numpy()
         return out
 
@@ -78,7 +82,7 @@ class PassRecord:
         make = torch.zeros if sparse else torch.empty
         self.rows = make((tokens, arena.layout.recorded_bytes), dtype=torch.uint8)
 
-    def bits(self, layer: int, site: str) -> int | None:
+    def bits(self, layer: int, site: str) -> PayloadBits | None:
         """Payload bits of a site, None where it is not recorded."""
         field = self.arena.layout.by_place.get((layer, site))
         return None if field is None else field.bits
@@ -116,8 +120,8 @@ class Shelf:
             trajectory that reads from it is gone, also after a crash.
     """
 
-    def __init__(self, memory_mb: float, folder: Path | None = None) -> None:
-        self.budget, self.folder = int(memory_mb * 2**20), folder
+    def __init__(self, memory_mb: float = float("inf"), folder: Path | None = None) -> None:
+        self.budget, self.folder = memory_mb * 2**20, folder
         self.held = 0
         self.spilled = 0
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import DataError, SpecMismatchError
-from halfbyte.formats import QuantSpec, first_difference
+from halfbyte.formats import PayloadBits, QuantSpec, first_difference
+from halfbyte.formats.residues import check_bits
 from halfbyte.guidance.plan import Plan
 from halfbyte.guidance.sites import Place, places
 from halfbyte.models.architecture import Architecture
@@ -33,7 +34,7 @@ class Field:
     """The bytes of one entry in a token's row: [start, stop), cut into codes, scales and global scale."""
 
     place: Place
-    bits: int
+    bits: PayloadBits
     start: int
 
     @property
@@ -81,7 +82,7 @@ class Layout:
         fields: list[Field] = []
         for entry in sorted(known, key=lambda e: e.site in ("k", "v")):
             place = found[entry.layer, entry.site]
-            fields.append(Field(place, entry.bits, fields[-1].stop if fields else 0))
+            fields.append(Field(place, check_bits(entry.bits), fields[-1].stop if fields else 0))
         return cls(tuple(fields))
 
     @property
@@ -137,7 +138,9 @@ class Layout:
             ) from error
         parsed = [QuantSpec.from_json(s) for s in specs]
         for layer, site, rows, width, spec, bits in records:
-            fields.append(Field(Place(layer, site, rows, width, parsed[spec]), bits, fields[-1].stop if fields else 0))
+            fields.append(
+                Field(Place(layer, site, rows, width, parsed[spec]), check_bits(bits), fields[-1].stop if fields else 0)
+            )
         return cls(tuple(fields))
 
     def require_places(self, expected: tuple[Place, ...], where: str) -> None:

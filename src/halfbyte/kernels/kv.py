@@ -99,6 +99,41 @@ class KvLayer:
             )
         return out[0], out[1]
 
+    def page_codes(self, pages: Sequence[int]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Packed codes and scales of whole pages in plain order, for keys and for values.
+
+        The bytes are those of the pages: words are moved, never decoded, so that reading costs little more than a copy.
+
+        Arguments:
+            pages: page numbers, repeats allowed.
+
+        Returns:
+            ``(codes, scales)`` of the keys and of the values: uint8 [P * page_size, n_kv, D/2] and [P * page_size, n_kv, D/16].
+
+        Raises: ConfigError unless the layer is fp4; ShapeError for a page that does not exist.
+        """
+        if self.k_scales is None or self.v_scales is None:
+            raise ConfigError("only an fp4 KV layer has codes and scales", where=f"a layer of kind {self.kind}")
+        if len(pages) and not 0 <= min(pages) <= max(pages) < self.n_pages:
+            raise ShapeError(f"page {min(pages)} or {max(pages)} does not exist", expected=f"0..{self.n_pages - 1}")
+        where = torch.tensor(pages, dtype=torch.int64)
+        keys, values = self.k.index_select(0, where), self.v.index_select(0, where)
+        rows = len(pages) * self.page_size
+        # a key's lane holds its codes, eight a word, in order
+        k_codes = keys.transpose(-1, -2).contiguous().view(torch.uint8)
+        # byte i of word 2b + g, lane j: element 16b + j of keys 8g + i (low nibble) and 8g + 4 + i (high nibble)
+        lanes = values.view(torch.uint8).view(*values.shape[:3], self.head_dim // 16, 2, 8, 2, 4)
+        even, odd = lanes[..., 0, :], lanes[..., 1, :]
+        both = torch.stack(
+            ((even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)), dim=-1
+        )  # page, head, tile, b, g, jj, i, h
+        v_codes = both.permute(0, 1, 2, 4, 7, 6, 3, 5).reshape(*values.shape[:3], TILE, self.head_dim // 2)
+        scales = [s.index_select(0, where).transpose(-1, -2) for s in (self.k_scales, self.v_scales)]
+        plain = [
+            x.permute(0, 2, 3, 1, 4).reshape(rows, self.n_kv, -1) for x in (k_codes, scales[0], v_codes, scales[1])
+        ]
+        return (plain[0], plain[1]), (plain[2], plain[3])
+
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at ``slots`` [T] as float32 [T, n_kv, D], exactly as attention sees them.
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from halfbyte.errors import ConfigError, DataError
 from halfbyte.models.precision import Precision
 
-__all__ = ["FinishReason", "SamplingParams", "Trajectory"]
+__all__ = ["FinishReason", "GuidanceRows", "SamplingParams", "Trajectory"]
 
 FinishReason = Literal["eos", "stop", "length", "abort"]
 
@@ -73,6 +73,21 @@ class SamplingParams:
         return all(getattr(self, k) == getattr(other, k) for k in keys)
 
 
+@dataclass(frozen=True, eq=False)
+class GuidanceRows:
+    """What the rollout rounded the tokens to, for a learner that follows it (``halfbyte.guidance`` reads it).
+
+    Arguments:
+        rows: [n, bytes] uint8, a row for each of the first n tokens; at most all but the last, which is never computed.
+        layout: JSON text that says how a row is cut, with the specs that its codes were made by.
+        version: weight version that the rows were recorded under.
+    """
+
+    rows: npt.NDArray[np.uint8]
+    layout: str
+    version: int = 0
+
+
 @dataclass
 class Trajectory:
     """One sampled response and all that a learner needs to score it.
@@ -90,7 +105,7 @@ class Trajectory:
         sample: index in the group.
         routes: [P + R - 1, moe layers, k] int16 expert ids in slot order, -1 where not recorded; None for dense models.
         supports: for filtered sampling, the kept token ids of each response token (None: all).
-        guidance: payloads by site (TRACE); empty without guidance.
+        guidance: what the rollout rounded its tokens to (TRACE); None without.
         turns: response offsets at which a new turn of the policy begins; (0,) for single-turn.
         reward: the reward, None when scoring failed.
         info: what the environment said (``correct``, error tracebacks); JSON values only.
@@ -108,7 +123,7 @@ class Trajectory:
     sample: int = 0
     routes: npt.NDArray[np.int16] | None = None
     supports: list[npt.NDArray[np.int32] | None] | None = None
-    guidance: dict[str, Any] = field(default_factory=dict)
+    guidance: GuidanceRows | None = None
     turns: tuple[int, ...] = (0,)
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
@@ -145,3 +160,7 @@ class Trajectory:
             raise DataError("a log-prob is not finite", where=where, expected="finite log-probs from the engine")
         if self.routes is not None and len(self.routes) != len(ids) - 1:
             raise DataError(f"routes cover {len(self.routes)} tokens", where=where, expected=f"{len(ids) - 1}")
+        if self.guidance is not None and len(self.guidance.rows) >= len(ids):
+            raise DataError(
+                f"guidance covers {len(self.guidance.rows)} tokens", where=where, expected=f"at most {len(ids) - 1}"
+            )
