@@ -14,6 +14,7 @@ NB_MODULE(_native, m) {
     m.def("thread_count", &thread_count, "Threads of the kernels' own pool.");
     m.def("set_thread_count", &set_thread_count, nb::arg("n"), "Sizes the pool; results do not depend on it.");
     register_quantise(m);
+    register_guide(m);
     register_linear(m);
     register_experts(m);
     register_norm(m);

@@ -105,6 +105,7 @@ def _toward(x: Tensor, payload: Payload, shift: float) -> Tensor:
         g, inverse = g[..., None, None], inverse[..., None, None]
     z = scaled_elements(tiles, s, g, inverse, spec).clamp(-E2M1_MAX, E2M1_MAX)
     index = _pick(z, payload.residues().reshape(z.shape), payload.bits, spec, shift)
+    index = torch.where(s > 0, index, 0)
     return ((_GRID[index + _TOP] * s) * g).reshape(x.shape).to(x.dtype)
 
 
