@@ -36,5 +36,15 @@ HALFBYTE_INLINE __m512i look_up(__m512i a, __m512i low, __m512i middle, __m512i 
     return _mm512_or_si512(_mm512_or_si512(first, second), third);
 }
 
+// Nearest codes of such sums, ties to even.
+HALFBYTE_INLINE __m512i nearest_codes(__m512i sums) {
+    const __m512i low = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 4, 4));
+    const __m512i middle = _mm512_broadcast_i32x4(_mm_setr_epi8(4, 4, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 6, 6, 6, 6));
+    const __m512i high = _mm512_broadcast_i32x4(_mm_setr_epi8(6, 6, 6, 6, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7));
+    const __m512i code = look_up(_mm512_abs_epi8(sums), low, middle, high);
+    const __mmask64 negative = _mm512_movepi8_mask(sums) & _mm512_test_epi8_mask(code, code);
+    return _mm512_mask_add_epi8(code, negative, code, _mm512_set1_epi8(8));
+}
+
 }  // namespace
 }  // namespace halfbyte

@@ -19,15 +19,6 @@ namespace {
 
 constexpr int64_t kGrain = 1 << 16;  // elements worth a thread
 
-const GuideTable& guide_table(Isa isa) {
-#ifdef HALFBYTE_X86
-    if (isa == Isa::avx512) return guide_avx512;
-    if (isa == Isa::avx2) return guide_avx2;
-#endif
-    (void)isa;
-    return guide_generic;
-}
-
 struct Rows {
     const void* x;
     bool bf16;
@@ -90,6 +81,15 @@ T* at(uintptr_t address) {
 
 }  // namespace
 
+const GuideTable& guide_table(Isa isa) {
+#ifdef HALFBYTE_X86
+    if (isa == Isa::avx512) return guide_avx512;
+    if (isa == Isa::avx2) return guide_avx2;
+#endif
+    (void)isa;
+    return guide_generic;
+}
+
 void register_guide(nb::module_& m) {
     m.def("guided_round",
           [](int isa, const Rule* rule, int format, int bits, float reach, uintptr_t x, bool bf16, int64_t rows, int64_t k,
@@ -102,10 +102,11 @@ void register_guide(nb::module_& m) {
           nb::arg("isa"), nb::arg("rule").none(), nb::arg("format"), nb::arg("bits"), nb::arg("reach"), nb::arg("x"), nb::arg("bf16"),
           nb::arg("rows"), nb::arg("k"), nb::arg("payload"), nb::arg("scales"), nb::arg("global_scale"), nb::arg("global_count"),
           nb::arg("guided"), nb::arg("out"));
-    m.def("narrow", [](uintptr_t codes, int64_t count, int bits, uintptr_t out) {
+    m.def("narrow", [](int isa, uintptr_t codes, int64_t count, int bits, uintptr_t out) {
         nb::gil_scoped_release free;
+        const GuideTable& table = guide_table(usable_isa(isa));
         parallel_for(count / 16, kGrain / 16, [&](int64_t begin, int64_t end) {
-            narrow(at<const uint8_t>(codes) + begin * 8, (end - begin) * 16, bits, at<uint8_t>(out) + begin * 2 * bits);
+            table.narrow(at<const uint8_t>(codes) + begin * 8, (end - begin) * 16, bits, at<uint8_t>(out) + begin * 2 * bits);
         });
     });
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "dispatch.hpp"
 #include "panels.hpp"
@@ -29,6 +28,8 @@ struct GuideRow {
 struct GuideTable {
     // False where the row holds NaN or infinity; `out` is then unfinished.
     bool (*round)(const Guide&, const GuideRow&, const void* x, bool bf16, int64_t k, void* out);
+    // Packed codes of k values (a multiple of 16) to their packed residues in 2 or 1 bits.
+    void (*narrow)(const uint8_t* codes, int64_t k, int bits, uint8_t* out);
 };
 
 extern const GuideTable guide_generic;
@@ -37,32 +38,6 @@ extern const GuideTable guide_avx2;
 extern const GuideTable guide_avx512;
 #endif
 
-// Packed residues of 16 packed codes (8 bytes): signed index mod 2 (16 bits) or mod 4 (32 bits), first code lowest.
-HALFBYTE_INLINE uint64_t narrow_16(uint64_t codes, int bits) {
-    if (bits == 1) {
-        uint64_t v = codes & 0x1111111111111111u;
-        v = (v | v >> 3) & 0x0303030303030303u;
-        v = (v | v >> 6) & 0x000F000F000F000Fu;
-        v = (v | v >> 12) & 0x000000FF000000FFu;
-        return (v | v >> 24) & 0xFFFFu;
-    }
-    // A negative odd index has the other high bit: -1 is 3, -3 is 1.
-    uint64_t v = codes ^ ((codes >> 3 & codes & 0x1111111111111111u) << 1);
-    v &= 0x3333333333333333u;
-    v = (v | v >> 2) & 0x0F0F0F0F0F0F0F0Fu;
-    v = (v | v >> 4) & 0x00FF00FF00FF00FFu;
-    v = (v | v >> 8) & 0x0000FFFF0000FFFFu;
-    return (v | v >> 16) & 0xFFFFFFFFu;
-}
-
-// Packed codes of k values (a multiple of 16) to their packed residues in 2 or 1 bits.
-HALFBYTE_INLINE void narrow(const uint8_t* codes, int64_t k, int bits, uint8_t* out) {
-    for (int64_t i = 0; i < k / 16; ++i) {
-        uint64_t word;
-        std::memcpy(&word, codes + 8 * i, 8);
-        const uint64_t packed = narrow_16(word, bits);
-        std::memcpy(out + 2 * bits * i, &packed, static_cast<size_t>(2 * bits));
-    }
-}
+const GuideTable& guide_table(Isa isa);
 
 }  // namespace halfbyte

@@ -4,7 +4,7 @@
 
 namespace halfbyte {
 
-const GuideTable guide_avx2{isa_avx2::guided_row};
+const GuideTable guide_avx2{isa_avx2::guided_row, isa_avx2::narrow_row};
 
 }  // namespace halfbyte
 #endif

@@ -13,23 +13,6 @@ struct Segment {
     alignas(64) float reciprocal[kSegment / 16];  // 4 / s, 0 for s = 0
 };
 
-struct Range {
-    uint32_t most, least;  // bits of the largest |x| and of the smallest that is not zero (0xFFFFFFFF: all are)
-};
-
-template <bool Bf16>
-Range range_of(const void* x, int64_t k) {
-    const __m512i clear = _mm512_set1_epi32(0x7FFFFFFF), one = _mm512_set1_epi32(1);
-    __m512i most = _mm512_setzero_si512(), least = _mm512_set1_epi32(-1);
-    for (int64_t i = 0; i < k; i += 16) {
-        const __m512i v = _mm512_and_si512(_mm512_castps_si512(load_values<Bf16>(x, i)), clear);
-        most = _mm512_max_epi32(most, v);
-        least = _mm512_min_epu32(least, _mm512_sub_epi32(v, one));  // zero wraps round
-    }
-    const uint32_t low = _mm512_reduce_min_epu32(least);
-    return {static_cast<uint32_t>(_mm512_reduce_max_epi32(most)), low == 0xFFFFFFFFu ? low : low + 1};
-}
-
 void settle_scales(const uint8_t* scales, int64_t count, float global, Segment& segment) {
     for (int64_t b = 0; b < count; b += 16) {
         const int64_t left = count - b;
@@ -60,12 +43,10 @@ HALFBYTE_INLINE auto residues(const uint8_t* payload) {
     }
 }
 
-// Codes of 64 values in order, one a byte, from four times z. ceil(u) + floor(u) tells the multiples of one quarter from the open
+// Codes of 64 values, one a byte, from the sums of ceil and floor of four times z (`sums`), both in order. ceil(u) + floor(u) tells the multiples of one quarter from the open
 // intervals between them; all of {4, 6} stands for its end 6 as well, so the sum is at most 46.
 template <int Bits>
-HALFBYTE_INLINE __m512i guided_codes(const __m512* u, const uint8_t* payload) {
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i sums = _mm512_permutexvar_epi32(order, quarter_sums(u));
+HALFBYTE_INLINE __m512i guided_codes(__m512i sums, const uint8_t* payload) {
     const __m512i a = _mm512_abs_epi8(sums);
     const __mmask64 negative = _mm512_movepi8_mask(sums);
     // Index of the grid value at or below a / 8, with 16 added where a / 8 is above it.
@@ -97,11 +78,15 @@ HALFBYTE_INLINE __m512i guided_codes(const __m512* u, const uint8_t* payload) {
     return _mm512_mask_add_epi8(size, minus & _mm512_test_epi8_mask(size, size), size, _mm512_set1_epi8(8));
 }
 
-// Whole groups of 64 values of a row whose global scale is a power of two and whose quotients neither overflow nor vanish: the
-// quotient comes from the rounded reciprocal and one correction (see quantise_avx512.cpp).
-template <int Bits, bool Bf16>
-void guided_groups(const GuideRow& row, const void* x, int64_t k, void* out) {
+// Whole groups of 64 values of a row whose global scale is a power of two: the quotient comes from the rounded reciprocal and one
+// correction (see quantise_avx512.cpp), which is the rounded quotient unless it overflows or vanishes. False where that, NaN or
+// infinity may have happened. Small values have to be watched only where they can vanish (`Watch`).
+template <int Bits, bool Bf16, bool Watch>
+bool guided_groups(const GuideRow& row, const void* x, int64_t k, void* out) {
     const __m512 grid = _mm512_setr_ps(0.f, 2.f, 4.f, 6.f, 8.f, 12.f, 16.f, 24.f, -0.f, -2.f, -4.f, -6.f, -8.f, -12.f, -16.f, -24.f);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i clear = _mm512_set1_epi32(0x7FFFFFFF), one = _mm512_set1_epi32(1);
+    __m512i most = _mm512_setzero_si512(), least = _mm512_set1_epi32(-1);
     Segment segment;
     for (int64_t from = 0; from < k; from += kSegment) {
         const int64_t count = k - from < kSegment ? k - from : kSegment;
@@ -110,16 +95,26 @@ void guided_groups(const GuideRow& row, const void* x, int64_t k, void* out) {
             __m512 u[4];
             for (int j = 0; j < 4; ++j) {
                 const __m512 v = load_values<Bf16>(x, from + i + 16 * j);
+                const __m512i size = _mm512_and_si512(_mm512_castps_si512(v), clear);
+                most = _mm512_max_epi32(most, size);
+                if constexpr (Watch) least = _mm512_min_epu32(least, _mm512_sub_epi32(size, one));  // zero wraps round
                 const __m512 d = _mm512_set1_ps(segment.divisor[i / 16 + j]), r = _mm512_set1_ps(segment.reciprocal[i / 16 + j]);
                 const __m512 q = _mm512_mul_ps(v, r);
                 // d is a quarter of the divisor and r its inverse: q and the corrected quotient are four times z.
                 u[j] = _mm512_fmadd_ps(_mm512_fnmadd_ps(q, d, v), r, q);
             }
-            alignas(64) uint8_t codes[64];
-            _mm512_store_si512(codes, guided_codes<Bits>(u, row.payload + (from + i) / 8 * Bits));
+            const __m512i sums = _mm512_permutexvar_epi32(order, quarter_sums(u));
+            __m512i codes;
+            if constexpr (Bits == 0) {
+                codes = nearest_codes(sums);
+            } else {
+                codes = guided_codes<Bits>(sums, row.payload + (from + i) / 8 * Bits);
+            }
+            const __m128i part[4] = {_mm512_castsi512_si128(codes), _mm512_extracti32x4_epi32(codes, 1), _mm512_extracti32x4_epi32(codes, 2),
+                                     _mm512_extracti32x4_epi32(codes, 3)};
             for (int j = 0; j < 4; ++j) {
-                const __m512i lanes = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(codes + 16 * j)));
-                __m512 y = _mm512_mul_ps(_mm512_permutexvar_ps(lanes, grid), _mm512_set1_ps(segment.divisor[i / 16 + j]));
+                const __m512 value = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(part[j]), grid);
+                __m512 y = _mm512_mul_ps(value, _mm512_set1_ps(segment.divisor[i / 16 + j]));
                 if constexpr (Bits == 2) y = _mm512_add_ps(y, _mm512_setzero_ps());  // a step off zero at a zero scale is +0
                 if constexpr (Bf16) {
                     const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(y), 16));
@@ -130,20 +125,29 @@ void guided_groups(const GuideRow& row, const void* x, int64_t k, void* out) {
             }
         }
     }
+    if (!(scalar::from_bits(static_cast<uint32_t>(_mm512_reduce_max_epi32(most))) < row.global * 0x1p110f)) return false;
+    const uint32_t small = _mm512_reduce_min_epu32(least);
+    return small == 0xFFFFFFFFu || scalar::from_bits(small + 1) >= row.global * 0x1p-110f;
+}
+
+template <bool Bf16>
+bool fast_row(const Guide& guide, const GuideRow& row, const void* x, int64_t k, void* out) {
+    // The smallest number is 2^-149 (2^-133 in BF16) and s at most 448 times the global scale: no x / s vanishes below this.
+    const bool watch = row.global > (Bf16 ? 0x1p8f : 0x1p-8f);
+    switch (guide.bits) {
+        case 4: return watch ? guided_groups<4, Bf16, true>(row, x, k, out) : guided_groups<4, Bf16, false>(row, x, k, out);
+        case 2: return watch ? guided_groups<2, Bf16, true>(row, x, k, out) : guided_groups<2, Bf16, false>(row, x, k, out);
+        case 1: return watch ? guided_groups<1, Bf16, true>(row, x, k, out) : guided_groups<1, Bf16, false>(row, x, k, out);
+        default: return guided_groups<0, Bf16, false>(row, x, k, out);
+    }
 }
 
 template <bool Bf16>
 bool round_row(const Guide& guide, const GuideRow& row, const void* x, int64_t k, void* out) {
-    const Range range = range_of<Bf16>(x, k);
-    if (range.most >= 0x7F800000u) return false;
-    const bool fast = guide.format == Format::nvfp4 && guide.bits != 0 && guide.reach == 1.0f && scalar::power_of_two(row.global) &&
-                      scalar::from_bits(range.most) < row.global * 0x1p110f &&
-                      (range.least == 0xFFFFFFFFu || scalar::from_bits(range.least) >= row.global * 0x1p-110f);
-    const int64_t whole = fast ? k / 64 * 64 : 0;
-    if (whole > 0) {
-        if (guide.bits == 4) guided_groups<4, Bf16>(row, x, whole, out);
-        if (guide.bits == 2) guided_groups<2, Bf16>(row, x, whole, out);
-        if (guide.bits == 1) guided_groups<1, Bf16>(row, x, whole, out);
+    int64_t whole = 0;
+    if (guide.format == Format::nvfp4 && (guide.reach == 1.0f || guide.bits == 0) && scalar::power_of_two(row.global)) {
+        whole = k / 64 * 64;
+        if (whole > 0 && !fast_row<Bf16>(guide, row, x, whole, out)) whole = 0;
     }
     return whole == k || isa_avx512::guided_rest<Bf16>(guide, row, x, whole, k, out);
 }
@@ -154,7 +158,7 @@ bool round_any(const Guide& guide, const GuideRow& row, const void* x, bool bf16
 
 }  // namespace
 
-const GuideTable guide_avx512{round_any};
+const GuideTable guide_avx512{round_any, isa_avx512::narrow_row};
 
 }  // namespace halfbyte
 #endif

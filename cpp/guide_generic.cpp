@@ -3,6 +3,6 @@
 
 namespace halfbyte {
 
-const GuideTable guide_generic{isa_generic::guided_row};
+const GuideTable guide_generic{isa_generic::guided_row, isa_generic::narrow_row};
 
 }  // namespace halfbyte

@@ -107,5 +107,46 @@ inline bool guided_row(const Guide& guide, const GuideRow& row, const void* x, b
     return bf16 ? guided_rest<true>(guide, row, x, 0, k, out) : guided_rest<false>(guide, row, x, 0, k, out);
 }
 
+// Packed residues of 16 packed codes: signed index mod 2 (16 bits) or mod 4 (32 bits), first code lowest.
+HALFBYTE_INLINE uint64_t one_bit_each(uint64_t codes) {
+    uint64_t v = codes & 0x1111111111111111u;
+    v = (v | v >> 3) & 0x0303030303030303u;
+    v = (v | v >> 6) & 0x000F000F000F000Fu;
+    v = (v | v >> 12) & 0x000000FF000000FFu;
+    return v | v >> 24;
+}
+HALFBYTE_INLINE uint64_t two_bits_each(uint64_t codes) {
+    // A negative odd index has the other high bit: -1 is 3, -3 is 1.
+    uint64_t v = codes ^ ((codes >> 3 & codes & 0x1111111111111111u) << 1);
+    v &= 0x3333333333333333u;
+    v = (v | v >> 2) & 0x0F0F0F0F0F0F0F0Fu;
+    v = (v | v >> 4) & 0x00FF00FF00FF00FFu;
+    v = (v | v >> 8) & 0x0000FFFF0000FFFFu;
+    return v | v >> 16;
+}
+
+// T holds the residues of 16 codes. Eight words at a time, so that the compiler can use vectors.
+template <class T>
+void narrow_to(const uint8_t* codes, int64_t words, uint8_t* out) {
+    int64_t i = 0;
+    for (; i + 8 <= words; i += 8) {
+        uint64_t word[8];
+        T packed[8];
+        std::memcpy(word, codes + 8 * i, 64);
+        for (int j = 0; j < 8; ++j) packed[j] = static_cast<T>(sizeof(T) == 2 ? one_bit_each(word[j]) : two_bits_each(word[j]));
+        std::memcpy(out + static_cast<int64_t>(sizeof(T)) * i, packed, sizeof packed);
+    }
+    for (; i < words; ++i) {
+        uint64_t word;
+        std::memcpy(&word, codes + 8 * i, 8);
+        const T packed = static_cast<T>(sizeof(T) == 2 ? one_bit_each(word) : two_bits_each(word));
+        std::memcpy(out + static_cast<int64_t>(sizeof(T)) * i, &packed, sizeof packed);
+    }
+}
+
+inline void narrow_row(const uint8_t* codes, int64_t k, int bits, uint8_t* out) {
+    bits == 1 ? narrow_to<uint16_t>(codes, k / 16, out) : narrow_to<uint32_t>(codes, k / 16, out);
+}
+
 }  // namespace HALFBYTE_ISA
 }  // namespace halfbyte

@@ -116,6 +116,7 @@ int64_t quantise_rows(Isa isa, const Rule& rule, const void* x, bool bf16, int64
                       uint8_t* payload) {
     const QuantiseTable& table = quantise_table(isa);
     const int64_t block = rule.block();
+    const GuideTable& guide = guide_table(isa);
     const bool per_row = given == nullptr ? rule.mode == 1 : given_count != 1;
     float whole = given != nullptr ? given[0] : rule.mode == 3 ? 1.0f : rule.constant;
     if (given == nullptr && rule.mode == 0) {
@@ -135,7 +136,7 @@ int64_t quantise_rows(Isa isa, const Rule& rule, const void* x, bool bf16, int64
             }
             if (per_row && global != nullptr) global[r] = g;
             table.row(row, bf16, k, g, codes + r * (k / 2), scales + r * (k / block));
-            if (bits != 0) narrow(codes + r * (k / 2), k, bits, payload + r * (k / 8 * bits));
+            if (bits != 0) guide.narrow(codes + r * (k / 2), k, bits, payload + r * (k / 8 * bits));
         }
     });
     return bad < rows ? bad.load() : -1;

@@ -70,13 +70,7 @@ HALFBYTE_INLINE __m512i encode_e4m3(__m512 a) {
 // Codes of four blocks of four times z (u = 4z), each in one vector: 32 packed bytes. ceil(u) + floor(u) tells the open
 // intervals between multiples of one quarter from the multiples themselves, which is what breaking ties needs.
 HALFBYTE_INLINE __m256i encode_blocks(const __m512* u) {
-    const __m512i bytes = quarter_sums(u);
-    const __m512i low = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 4, 4));
-    const __m512i middle = _mm512_broadcast_i32x4(_mm_setr_epi8(4, 4, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 6, 6, 6, 6));
-    const __m512i high = _mm512_broadcast_i32x4(_mm_setr_epi8(6, 6, 6, 6, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7));
-    __m512i code = look_up(_mm512_abs_epi8(bytes), low, middle, high);
-    const __mmask64 negative = _mm512_movepi8_mask(bytes) & _mm512_test_epi8_mask(code, code);
-    code = _mm512_mask_add_epi8(code, negative, code, _mm512_set1_epi8(8));
+    const __m512i code = nearest_codes(quarter_sums(u));
     const __m256i merged = _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(code, _mm512_set1_epi16(0x1001)));
     const __m256i order = _mm256_setr_epi16(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm256_permutexvar_epi16(order, merged);

@@ -79,7 +79,7 @@ class NativeKernels:
         return _quantise.quantise_with_payload(self._isa, x, spec, bits, global_scale=global_scale, name=name)
 
     def payload(self, q: QuantTensor, bits: PayloadBits) -> Payload:
-        return _guide.payload(q, bits)
+        return _guide.payload(self._isa, q, bits)
 
     def guided_round(
         self, x: Tensor, payload: Payload, *, shift: float = 1.0, guided: Tensor | None = None, name: str = "tensor"

@@ -92,13 +92,7 @@ def experts(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExp
         isa, w.gate_up.view, w.down.view, rule, w.n_experts, x.data_ptr(), expert_ids.data_ptr(), gates.data_ptr(),
         tokens, slots, out.data_ptr(),
     )  # fmt: skip
-    if bad >= 0:
-        where = (
-            f"{w.name} input, token {bad}"
-            if bad < tokens
-            else f"{w.name} intermediate, token {(bad - tokens) // slots}"
-        )
-        raise NumericsError("NaN or infinity before a quantiser", where=where, expected="finite numbers")
+    _refuse_bad_row(bad, tokens, slots, w.name)
     return out
 
 
@@ -110,7 +104,40 @@ def experts_recorded(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w: 
         raise ShapeError(
             "these experts were packed by other kernels", where=w.name, expected="experts packed by these kernels"
         )
-    return _experts_by_codes(isa, x.contiguous(), expert_ids.contiguous(), gates.contiguous(), w)
+    x, expert_ids, gates, spec = x.contiguous(), expert_ids.contiguous(), gates.contiguous(), w.activation_spec
+    assert spec is not None
+    rule = rule_of(spec)
+    tokens, slots = expert_ids.shape
+    if rule is None or tokens * slots == 0:
+        return _experts_by_codes(isa, x, expert_ids, gates, w)
+    out = torch.empty(tokens, w.hidden)
+    inputs = _empty_codes((tokens, w.hidden), spec)
+    middle = _empty_codes((tokens, slots, w.intermediate), spec)
+    bad = _native.experts_recorded(
+        isa, w.gate_up.view, w.down.view, rule, w.n_experts, x.data_ptr(), expert_ids.data_ptr(), gates.data_ptr(),
+        tokens, slots, out.data_ptr(),
+        *(t.data_ptr() for q in (inputs, middle) for t in (q.codes, q.scales, q.global_scale)),
+    )  # fmt: skip
+    _refuse_bad_row(bad, tokens, slots, w.name)
+    return ExpertsRecord(out, inputs, middle)
+
+
+def _empty_codes(shape: tuple[int, ...], spec: QuantSpec) -> QuantTensor:
+    lead, k = shape[:-1], shape[-1]
+    return QuantTensor(
+        torch.empty((*lead, k // 2), dtype=torch.uint8),
+        torch.empty((*lead, k // spec.block), dtype=torch.uint8),
+        torch.empty(lead if spec.global_scale == "token" else ()),
+        spec,
+        shape,
+    )
+
+
+def _refuse_bad_row(bad: int, tokens: int, slots: int, name: str) -> None:
+    """``bad`` is the first row with NaN or infinity, tokens first, then (token, slot) pairs; -1 for none."""
+    if bad >= 0:
+        where = f"{name} input, token {bad}" if bad < tokens else f"{name} intermediate, token {(bad - tokens) // slots}"
+        raise NumericsError("NaN or infinity before a quantiser", where=where, expected="finite numbers")
 
 
 def _product(isa: int, q: QuantTensor, view: _native.Panels, n: int) -> Tensor:

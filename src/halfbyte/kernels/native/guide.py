@@ -1,7 +1,7 @@
 """Native payloads and rollout-guided rounding; definition in ``reference/guide.py``.
 
-Rounding towards a payload needs the block scales and one division a value, so it runs natively for MXFP4 and for every NVFP4 spec that
-divides by scale * global; other orders of scaling run on the reference.
+Rounding towards a payload needs the block scales and one division a value, so it runs natively for MXFP4 and for every NVFP4 spec
+that divides by scale * global; other orders of scaling run on the reference.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from halfbyte.kernels.weights import row_global_scale
 __all__ = ["guided_round", "payload"]
 
 
-def payload(q: QuantTensor, bits: PayloadBits) -> Payload:
+def payload(isa: int, q: QuantTensor, bits: PayloadBits) -> Payload:
     """What the codes of ``q`` tell a learner; 4 bits share its memory."""
     k = q.shape[-1]
     if check_bits(bits) == 4 or k % 16:
         return payload_of(q, bits)
     codes = q.codes.contiguous()
     told = torch.empty((*codes.shape[:-1], k * bits // 8), dtype=torch.uint8)
-    _native.narrow(codes.data_ptr(), codes.numel() * 2, bits, told.data_ptr())
+    _native.narrow(isa, codes.data_ptr(), codes.numel() * 2, bits, told.data_ptr())
     return Payload(told, q.scales, q.global_scale, q.spec, bits, q.shape)
 
 
