@@ -91,6 +91,8 @@ class PassRecord:
         """Note the payload of a site: its rows are those of all tokens of the pass, or of ``tokens`` [R] int64."""
         field = self.arena.layout.by_place[layer, site]
         count = len(self.rows) if tokens is None else len(tokens)
+        if count == 0:
+            return
         g = encode_global(payload.global_scale.reshape(-1), field.place.spec)
         if len(g) != count * field.place.rows:  # a constant scale, the same for all
             g = g.expand(count * field.place.rows, -1)

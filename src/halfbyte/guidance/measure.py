@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from halfbyte.formats import QuantTensor, signed_index, unpack_codes
+from halfbyte.formats import PayloadBits, QuantTensor, signed_index, unpack_codes
 from halfbyte.guidance.batch import Guide
 from halfbyte.kernels import Kernels
 
@@ -28,6 +28,7 @@ class Comparison:
         scales: blocks whose effective scale (block scale times global scale) differs.
         differences: numbers by |difference of the codes| in steps of the grid: 0, 1, 2, 3 and more; 4 bits only.
         left: numbers that differ from the rollout's value after rounding under guidance; 4 bits only.
+        left_by_bits: the same for payloads of 1, 2 and 4 bits, where it was asked for.
         error, size: sums of squares of own minus rollout's dequantised value, and of the rollout's; 4 bits only.
     """
 
@@ -37,6 +38,7 @@ class Comparison:
     scales: int = 0
     differences: list[int] = field(default_factory=lambda: [0] * (FAR + 1))
     left: int = 0
+    left_by_bits: dict[int, int] = field(default_factory=dict)
     error: float = 0.0
     size: float = 0.0
     whole: bool = True
@@ -65,10 +67,14 @@ class Comparison:
 
 
 class Observer:
-    """Compares the first ``tokens`` guided tokens of every site it is shown; later batches of the step are not looked at."""
+    """Compares the first ``tokens`` guided tokens of every site it is shown; later batches of the step are not looked at.
 
-    def __init__(self, kernels: Kernels, tokens: int) -> None:
-        self.kernels, self.tokens = kernels, tokens
+    Arguments:
+        thorough: fill ``left_by_bits``.
+    """
+
+    def __init__(self, kernels: Kernels, tokens: int, *, thorough: bool = False) -> None:
+        self.kernels, self.tokens, self.thorough = kernels, tokens, thorough
         self.found: dict[tuple[int, str], Comparison] = {}
 
     @torch.no_grad()
@@ -80,7 +86,7 @@ class Observer:
         guided = guide.guided if guide.guided.dim() == 1 else guide.guided.flatten(1).all(dim=1)
         rows = guided.nonzero().view(-1)[: self.tokens]
         if len(rows):
-            self.found[key] = _compare(self.kernels, x.detach().index_select(0, rows), guide.select(rows))
+            self.found[key] = _compare(self.kernels, x.detach()[rows], guide.select(rows), self.thorough)
 
     def total(self) -> Comparison:
         """All sites together."""
@@ -110,7 +116,7 @@ class Observer:
         return out
 
 
-def _compare(kernels: Kernels, x: Tensor, guide: Guide) -> Comparison:
+def _compare(kernels: Kernels, x: Tensor, guide: Guide, thorough: bool) -> Comparison:
     payload = guide.payload
     own = kernels.quantise(x.contiguous(), payload.spec, name=guide.site)
     at_theirs = QuantTensor(own.codes, payload.scales, payload.global_scale, payload.spec, own.shape)
@@ -126,7 +132,11 @@ def _compare(kernels: Kernels, x: Tensor, guide: Guide) -> Comparison:
     out.differences = torch.bincount(distance.flatten(), minlength=FAR + 1).tolist()
     out.mismatched = out.values - out.differences[0]
     wanted = kernels.dequantise(theirs)
-    out.left = int((kernels.guided_round(x.contiguous(), payload, name=guide.site) != wanted).sum())
+    asked: tuple[PayloadBits, ...] = (1, 2, 4) if thorough else (4,)
+    for bits in asked:
+        rounded = kernels.guided_round(x.contiguous(), kernels.payload(theirs, bits), name=guide.site)
+        out.left_by_bits[bits] = int((rounded != wanted).sum())
+    out.left = out.left_by_bits[4]
     out.error = float((kernels.dequantise(own) - wanted).double().square().sum())
     out.size = float(wanted.double().square().sum())
     return out

@@ -18,7 +18,7 @@ from halfbyte.guidance.sites import GROUPS, SITES, Place, places
 from halfbyte.models.architecture import Architecture
 from halfbyte.models.precision import Precision
 
-__all__ = ["Entry", "Plan", "chosen_layers", "make_plan"]
+__all__ = ["Entry", "Plan", "chosen_layers", "entry_bytes", "make_plan"]
 
 
 @dataclass(frozen=True, order=True)
@@ -59,13 +59,14 @@ class Plan:
     def formula_bytes(self, arch: Architecture, precision: Precision) -> float:
         """Bytes a token by the formula: sum of n_site * (bits + 8 / block) / 8 (arXiv 2610.07767: b + .5 for NVFP4)."""
         found = {(p.layer, p.site): p for p in places(arch, precision)}
-        return sum(_bytes(found[e.layer, e.site], e.bits) for e in self if (e.layer, e.site) in found)
+        return sum(entry_bytes(found[e.layer, e.site], e.bits) for e in self if (e.layer, e.site) in found)
 
     def __str__(self) -> str:
         return json.dumps(self.to_json())
 
 
-def _bytes(place: Place, bits: int) -> float:
+def entry_bytes(place: Place, bits: int) -> float:
+    """Bytes a token of one place by the formula: codes and block scales."""
     return place.numbers * (bits + 8 / place.spec.block) / 8
 
 

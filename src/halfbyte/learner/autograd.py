@@ -139,6 +139,8 @@ class AutogradExecution:
             return self._routed(layer, x, chosen, gates, kinds[0], inputs, middle)
         out = torch.zeros_like(x)
         for kind, rows in zip(kinds, self._phase_rows()):
+            if len(rows) == 0:
+                continue
             part = self._routed(layer, x[rows], chosen[rows], gates[rows], kind, _of(inputs, rows), _of(middle, rows))
             out = out.index_copy(0, rows, part)
         return out

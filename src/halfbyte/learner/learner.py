@@ -184,7 +184,7 @@ class Learner:
         factor = rate_factor(self.config.schedule, step, warmup=self.config.warmup_steps, total=self.total_steps)
         metrics = dict(plan.metrics)
         statistics, norms, first = [], [], []
-        observer = None if self.alignment is None else Observer(self.kernels, self.alignment.measured_tokens)
+        observer = None if self.alignment is None else self._observer(self.alignment)
         tokens = unguided = 0
         changed = False
         order = np.random.Generator(np.random.Philox(key=[self.seed, 2**62 + step]))  # apart from the order of prompts
@@ -284,6 +284,9 @@ class Learner:
 
     def _micro_batches(self, samples: Sequence[Trajectory]) -> list[LearnerBatch]:
         return [self._collate([samples[i] for i in part]) for part in self._indices(samples)]
+
+    def _observer(self, alignment: Alignment) -> Observer:
+        return Observer(self.kernels, alignment.measured_tokens, thorough=alignment.thorough)
 
     def _collate(self, samples: Sequence[Trajectory]) -> LearnerBatch:
         return collate(

@@ -159,7 +159,7 @@ class PackedExecution:
     ) -> Tensor:
         """The experts of the rows ``which`` (None: all), noting the codes of what they read and of their intermediate."""
         record = self.record
-        if record is None or weight.kind != "w4a4":
+        if record is None or weight.kind != "w4a4" or len(x) == 0:
             return self.kernels.experts(x, ids, gates, weight)
         if record.bits(layer, "expert_mid") is None:
             if record.bits(layer, "expert_in") is not None:
