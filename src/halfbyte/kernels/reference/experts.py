@@ -132,7 +132,8 @@ def merge_codes(
         if per_row:
             g[where] = q.global_scale
     lead = shape[:2]
-    return QuantTensor(codes.view(*lead, -1), scales.view(*lead, -1), g.view(lead) if per_row else g, spec, shape)
+    codes, scales = codes.view(*lead, width // 2), scales.view(*lead, width // spec.block)
+    return QuantTensor(codes, scales, g.view(lead) if per_row else g, spec, shape)
 
 
 def _run(
