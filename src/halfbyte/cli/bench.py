@@ -26,7 +26,8 @@ def make_bench() -> App:
 def kernels(
     *,
     only: Annotated[
-        str, Parameter(help="Some of linear, w4a16, bf16, experts, attention, quantise, dequantise, with commas.")
+        str,
+        Parameter(help="Some of linear, w4a16, bf16, experts, attention, quantise, dequantise, guidance, with commas."),
     ] = "",
     quick: Annotated[bool, flag("Fewer and smaller shapes: seconds instead of minutes.")] = False,
     repeats: Annotated[int | None, Parameter(help="Rounds; 15 by default, 5 with --quick.")] = None,
