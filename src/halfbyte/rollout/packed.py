@@ -161,24 +161,23 @@ class PackedExecution:
         record = self.record
         if record is None or weight.kind != "w4a4" or len(x) == 0:
             return self.kernels.experts(x, ids, gates, weight)
-        if record.bits(layer, "expert_mid") is None:
-            if record.bits(layer, "expert_in") is not None:
-                assert weight.activation_spec is not None
-                self._note(
-                    self.kernels.quantise(x, weight.activation_spec, name=weight.name), layer, "expert_in", which
-                )
+        wanted = [site for site in ("expert_in", "expert_mid") if record.bits(layer, site) is not None]
+        if not wanted:
             return self.kernels.experts(x, ids, gates, weight)
         done = self.kernels.experts_recorded(x, ids, gates, weight)
-        if record.bits(layer, "expert_in") is not None:
-            self._note(done.inputs, layer, "expert_in", which)
-        self._note(done.middle, layer, "expert_mid", which)
+        for site in wanted:
+            self._note(done.inputs if site == "expert_in" else done.middle, layer, site, which)
         return done.output
 
     def _recorded_linear(self, x: Tensor, weight: PackedLinear, layer: int, site: str, which: Tensor | None) -> Tensor:
         if weight.activation_spec is None:  # not W4A4 in this phase
             return self.kernels.linear(x, weight)
-        q = self.kernels.quantise(x, weight.activation_spec, name=f"{weight.name} input")
-        self._note(q, layer, site, which)
+        assert self.record is not None
+        bits = self.record.bits(layer, site)
+        assert bits is not None
+        name = f"{weight.name} input"
+        q, payload = self.kernels.quantise_with_payload(x, weight.activation_spec, bits, name=name)
+        self.record.write(layer, site, payload, which)
         return self.kernels.linear_codes(q, weight)
 
     def _note(self, q: QuantTensor, layer: int, site: str, which: Tensor | None) -> None:
