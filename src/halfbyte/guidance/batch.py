@@ -26,14 +26,14 @@ class Alignment:
     """How a learner uses guidance.
 
     Arguments:
-        method: the rounding.
+        method: the rounding; None only compares codes and rounds as without guidance.
         plan: the places to guide and their bits; None takes what was recorded.
         max_version_lag: guidance of a weight version older than the learner's by more than this is not used.
         measured_tokens: tokens a step whose own codes are compared with the rollout's.
         thorough: also measure what payloads of fewer bits than recorded would repair.
     """
 
-    method: RoundingMethod = TRACE
+    method: RoundingMethod | None = TRACE
     plan: Plan | None = None
     max_version_lag: int = 0
     measured_tokens: int = 64
