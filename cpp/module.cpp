@@ -35,6 +35,7 @@ NB_MODULE(_native, m) {
     m.def("set_thread_count", &set_thread_count, nb::arg("n"), "Sizes the pool; results do not depend on it.");
     m.def("use_huge_pages", &use_huge_pages, nb::arg("address"), nb::arg("bytes"), "Advice for memory that was not touched yet.");
     register_quantise(m);
+    register_guide(m);
     register_linear(m);
     register_experts(m);
     register_norm(m);

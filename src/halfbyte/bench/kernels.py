@@ -11,6 +11,7 @@ from halfbyte.bench.attention import Contexts, attention_cases
 from halfbyte.bench.buffers import rotation_bytes
 from halfbyte.bench.case import Case, KernelRow, measure
 from halfbyte.bench.experts import Routed, expert_cases
+from halfbyte.bench.guidance import guidance_cases
 from halfbyte.bench.libraries import Library
 from halfbyte.bench.linear import Products, linear_cases
 from halfbyte.bench.machine import kernel_threads
@@ -77,6 +78,7 @@ GROUPS: Mapping[str, Callable[[Kernels, Plan], Iterator[Case]]] = MappingProxyTy
         "attention": lambda kernels, plan: chain.from_iterable(attention_cases(kernels, c) for c in plan.contexts),
         "quantise": lambda kernels, plan: quantise_cases(kernels, plan.conversions),
         "dequantise": lambda kernels, plan: dequantise_cases(kernels, plan.conversions),
+        "guidance": lambda kernels, plan: guidance_cases(kernels, plan.conversions, plan.routed),
     }
 )
 

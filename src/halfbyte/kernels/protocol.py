@@ -8,11 +8,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from halfbyte.formats import QuantSpec, QuantTensor
+from halfbyte.formats import Payload, PayloadBits, QuantSpec, QuantTensor
 from halfbyte.kernels.attention_step import AttentionStep
 from halfbyte.kernels.kv import KvKind, KvLayer
 from halfbyte.kernels.reference.sampling import Sampled
-from halfbyte.kernels.weights import LinearKind, PackedExperts, PackedLinear
+from halfbyte.kernels.weights import ExpertsRecord, LinearKind, PackedExperts, PackedLinear
 
 __all__ = ["Kernels"]
 
@@ -47,6 +47,22 @@ class Kernels(Protocol):
         """``dequantise(quantise(x))`` in ``x``'s dtype and shape; leading dimensions are rows (tokens)."""
         ...
 
+    def quantise_with_payload(
+        self, x: Tensor, spec: QuantSpec, bits: PayloadBits, *, global_scale: Tensor | None = None, name: str = "tensor"
+    ) -> tuple[QuantTensor, Payload]:
+        """:meth:`quantise`, and in the same pass what the codes tell a learner in ``bits`` a value."""
+        ...
+
+    def payload(self, q: QuantTensor, bits: PayloadBits) -> Payload:
+        """What the codes of ``q`` tell a learner; 4 bits share its memory."""
+        ...
+
+    def guided_round(
+        self, x: Tensor, payload: Payload, *, shift: float = 1.0, guided: Tensor | None = None, name: str = "tensor"
+    ) -> Tensor:
+        """``x [..., K]`` (float32 or bfloat16) at the payload's scales, towards its codes; see ``reference/guide.py``."""
+        ...
+
     # Products
 
     def pack_linear(
@@ -77,6 +93,11 @@ class Kernels(Protocol):
         asked: RMSNorm of the rows before (``norm [K]``); SwiGLU of the result (``gated``: ``[M, N / 2]``), ``residual`` added."""
         ...
 
+    def linear_codes(self, q: QuantTensor, w: PackedLinear) -> Tensor:
+        """:meth:`linear` of an input that is quantised already, ``q [M, K]`` by ``w.activation_spec`` (``w4a4``): the same bits
+        as from the tensor it came from."""
+        ...
+
     def pack_experts(
         self,
         gate_up: Tensor | QuantTensor,
@@ -92,6 +113,10 @@ class Kernels(Protocol):
 
     def experts(self, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> Tensor:
         """Routed SwiGLU experts: ``x [M, H] f32, expert_ids [M, k] int32, gates [M, k] f32 -> [M, H] f32``."""
+        ...
+
+    def experts_recorded(self, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> ExpertsRecord:
+        """:meth:`experts` (``w4a4``) with the codes of its two quantised activations; the output has the same bits."""
         ...
 
     # Elementwise

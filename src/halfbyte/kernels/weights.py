@@ -13,18 +13,21 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ConfigError, ShapeError
-from halfbyte.formats import QuantSpec, QuantTensor
+from halfbyte.errors import ConfigError, ShapeError, SpecMismatchError
+from halfbyte.formats import QuantSpec, QuantTensor, first_difference
 
 __all__ = [
+    "ExpertsRecord",
     "LinearKind",
     "PackedExperts",
     "PackedLinear",
     "WeightStore",
     "check_around",
     "check_bias",
+    "check_codes",
     "check_input",
     "check_kind",
+    "check_recordable",
     "check_routing",
     "experts_shape",
     "matrix_shape",
@@ -113,6 +116,44 @@ class PackedExperts:
     def dequantised(self) -> tuple[Tensor, Tensor]:
         """``(gate_up [E, 2I, H], down [E, H, I])`` as float32."""
         return self.gate_up.dequantised(), self.down.dequantised()
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsRecord:
+    """What ``Kernels.experts_recorded`` returns.
+
+    Arguments:
+        output: ``[M, H]`` float32, as ``Kernels.experts`` returns it.
+        inputs: the codes of ``x``, logical shape ``[M, H]``.
+        middle: the codes of the SwiGLU intermediate of each routed pair, logical shape ``[M, k, I]``, slots as in ``expert_ids``.
+    """
+
+    output: Tensor
+    inputs: QuantTensor
+    middle: QuantTensor
+
+
+def check_recordable(kind: LinearKind, name: str) -> None:
+    """Raises:
+    ConfigError: a product without quantised inputs has no codes to record.
+    """
+    if kind != "w4a4":
+        raise ConfigError(f"a {kind} product has no input codes", where=name, expected="w4a4")
+
+
+def check_codes(q: QuantTensor, w: PackedLinear) -> None:
+    """Raises:
+    ConfigError: ``w`` is not w4a4.
+    ShapeError: ``q`` is not ``[M, w.k]``.
+    SpecMismatchError: ``q`` was quantised by another rule than ``w.activation_spec``.
+    """
+    check_recordable(w.kind, w.name)
+    if len(q.shape) != 2 or q.shape[1] != w.k:
+        raise ShapeError(f"input codes have shape {q.shape}", where=w.name, expected=f"[M, {w.k}]")
+    assert w.activation_spec is not None
+    difference = first_difference(q.spec, w.activation_spec)
+    if difference is not None:
+        raise SpecMismatchError("input codes of another rule", where=f"{w.name}, {difference}", expected="one spec")
 
 
 def check_kind(

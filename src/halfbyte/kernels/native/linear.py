@@ -20,12 +20,13 @@ from halfbyte.kernels.weights import (
     PackedLinear,
     check_around,
     check_bias,
+    check_codes,
     check_kind,
     matrix_shape,
     row_global_scale,
 )
 
-__all__ = ["PanelStore", "linear", "pack_linear", "pack_stack"]
+__all__ = ["PanelStore", "linear", "linear_codes", "pack_linear", "pack_stack"]
 
 _KINDS: dict[str, int] = {"fp32": 0, "bf16": 1, "w4a16": 2, "w4a4": 3}
 _PANEL = 16
@@ -179,18 +180,15 @@ def linear(
     rule = None if w.activation_spec is None else rule_of(w.activation_spec)
     if w.activation_spec is not None and rule is None:
         rows = x if norm is None else rms_norm(x, norm, eps, isa=isa)
-        y = _by_codes(isa, rows, w, store)
+        y = linear_codes(isa, quantise(isa, rows, w.activation_spec, name=f"{w.name} input"), w)
         if gated:
             y = swiglu(y, isa=isa)
         return y if residual is None else residual + y
     out = new_buffer((len(x), width))
     if out.numel() == 0:
         return out
-    x, norm, residual = (
-        as_buffer(x),
-        None if norm is None else as_buffer(norm),
-        None if residual is None else as_buffer(residual),
-    )
+    x = as_buffer(x)
+    norm, residual = (None if t is None else as_buffer(t) for t in (norm, residual))
     around = (0 if norm is None else norm.data_ptr(), eps, gated, 0 if residual is None else residual.data_ptr())
     if _native.linear(isa, store.view, rule, x.data_ptr(), len(x), out.data_ptr(), *around) >= 0:
         assert w.activation_spec is not None
@@ -199,12 +197,18 @@ def linear(
     return out
 
 
-def _by_codes(isa: int, x: Tensor, w: PackedLinear, store: PanelStore) -> Tensor:
-    assert w.activation_spec is not None
-    out = torch.empty(len(x), w.n)
-    if out.numel():
-        q = quantise(isa, x, w.activation_spec, name=f"{w.name} input")
-        g = row_global_scale(q.multiplier(), (len(x),))
-        codes, scales = q.codes.data_ptr(), q.scales.data_ptr()
-        _native.linear_codes(isa, store.view, codes, scales, g.data_ptr(), len(x), out.data_ptr())
+def linear_codes(isa: int, q: QuantTensor, w: PackedLinear) -> Tensor:
+    """``q [M, K]`` quantised by ``w.activation_spec -> [M, N] float32``; errors as in ``reference.linear.linear_codes``."""
+    check_codes(q, w)
+    store = w.store
+    if not isinstance(store, PanelStore):
+        raise ShapeError(
+            "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
+        )
+    rows = q.shape[0]
+    out = torch.empty(rows, w.n)
+    if rows and w.n:
+        g = row_global_scale(q.multiplier(), (rows,))
+        codes, scales = q.codes.contiguous(), q.scales.contiguous()
+        _native.linear_codes(isa, store.view, codes.data_ptr(), scales.data_ptr(), g.data_ptr(), rows, out.data_ptr())
     return out

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from halfbyte import formats
-from halfbyte.formats import QuantSpec, QuantTensor, get_spec
+from halfbyte.formats import Payload, PayloadBits, QuantSpec, QuantTensor, get_spec, payload_of
 from halfbyte.formats.global_scale import check_global
+from halfbyte.formats.residues import check_bits
 from halfbyte.kernels import _native
 from halfbyte.kernels.native.buffers import new_buffer
 
-__all__ = ["dequantise", "fake_quantise", "quantise", "rule_of"]
+__all__ = ["dequantise", "fake_quantise", "quantise", "quantise_with_payload", "rule_of"]
 
 _MODES = {"tensor": 0, "token": 1, "constant": 2, "none": 3}
 _FLOATS = (torch.float32, torch.bfloat16)
@@ -41,13 +42,23 @@ def quantise(
     isa: int, x: Tensor, spec: QuantSpec, *, global_scale: Tensor | None = None, name: str = "tensor"
 ) -> QuantTensor:
     """See :func:`halfbyte.formats.quantise`."""
+    return quantise_with_payload(isa, x, spec, 4, global_scale=global_scale, name=name)[0]
+
+
+def quantise_with_payload(
+    isa: int, x: Tensor, spec: QuantSpec, bits: PayloadBits, *, global_scale: Tensor | None = None, name: str = "tensor"
+) -> tuple[QuantTensor, Payload]:
+    """The quantised tensor and what it tells a learner in ``bits`` a value, in one pass."""
+    check_bits(bits)
     rule = _native_input(x, spec)
     if rule is None:
-        return formats.quantise(x, spec, global_scale=global_scale, name=name)
+        q = formats.quantise(x, spec, global_scale=global_scale, name=name)
+        return q, payload_of(q, bits)
     v = x.detach().contiguous()
     leading, k = v.shape[:-1], v.shape[-1]
     codes = new_buffer((*leading, k // 2), torch.uint8)
     scales = torch.empty((*leading, k // spec.block), dtype=torch.uint8)
+    told = codes if bits == 4 else torch.empty((*leading, k * bits // 8), dtype=torch.uint8)
     if global_scale is None:
         stored = torch.empty(leading if spec.global_scale == "token" else ())
         given, count = 0, 0
@@ -57,10 +68,12 @@ def quantise(
     bad = _native.quantise(
         isa, rule, v.data_ptr(), v.dtype == torch.bfloat16, v.numel() // k, k, given, count,
         codes.data_ptr(), scales.data_ptr(), stored.data_ptr() if global_scale is None else 0,
+        0 if bits == 4 else bits, told.data_ptr(),
     )  # fmt: skip
     if bad >= 0:
         formats.quantise(x, spec, global_scale=global_scale, name=name)  # raises, with the message of the definition
-    return QuantTensor(codes, scales, stored, spec, tuple(x.shape))
+    shape = tuple(x.shape)
+    return QuantTensor(codes, scales, stored, spec, shape), Payload(told, scales, stored, spec, bits, shape)
 
 
 def dequantise(isa: int, q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -30,12 +30,13 @@ from halfbyte.kernels.weights import (
     PackedLinear,
     check_around,
     check_bias,
+    check_codes,
     check_kind,
     matrix_shape,
     row_global_scale,
 )
 
-__all__ = ["RowStore", "linear", "matrix_product", "pack_linear", "row_store"]
+__all__ = ["RowStore", "linear", "linear_codes", "matrix_product", "pack_linear", "row_store"]
 
 _CHUNK = 1 << 24  # elements of the block dots held at once
 
@@ -202,3 +203,18 @@ def linear(
     y = y if w.bias is None else y + w.bias
     y = swiglu(y) if gated else y
     return y if residual is None else residual + y
+
+
+def linear_codes(q: QuantTensor, w: PackedLinear) -> Tensor:
+    """``q [M, K]`` quantised by ``w.activation_spec -> [M, N] float32``, the bits of :func:`linear` of what ``q`` came from.
+
+    Raises:
+        ConfigError, ShapeError, SpecMismatchError: see :func:`halfbyte.kernels.weights.check_codes`.
+    """
+    check_codes(q, w)
+    if not isinstance(w.store, RowStore):
+        raise ShapeError(
+            "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
+        )
+    y = w4a4_product(q, w.store)
+    return y if w.bias is None else y + w.bias
