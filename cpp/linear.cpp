@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "norm.hpp"
 #include "registers.hpp"
 #include "scalar.hpp"
 #include "threads.hpp"
@@ -24,11 +25,41 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-int64_t linear(const Panels& w, const PreparedRows& x, int64_t rows, float* out) {
+int64_t product(const Panels& w, const PreparedRows& x, int64_t rows, float* out) {
     if (x.bad_row() >= 0) return x.bad_row();
     const RowMap map{rows, nullptr, nullptr, 0};
     parallel_for(panel_groups(w), group_grain(w, rows), [&](int64_t first, int64_t last) {
         x.multiply(w, first * kPanelGroup, std::min(last * kPanelGroup, w.panels()), map, out, w.n);
+    });
+    return -1;
+}
+
+// What happens to the rows before and after the product; null pointers and false for nothing.
+struct Around {
+    const float* norm;
+    double eps;
+    bool gated;
+    const float* residual;
+};
+
+int64_t linear(Isa isa, const Panels& w, const Rule* rule, const float* x, int64_t rows, float* out, const Around& around) {
+    const NormTable& table = norm_table(isa);
+    std::vector<Scratch> spare;
+    if (around.norm != nullptr) {
+        float* normed = spare.emplace_back(rows * w.k * 4).as<float>();
+        parallel_for(rows, row_grain(w.k), [&](int64_t begin, int64_t end) {
+            table.rms_norm(x + begin * w.k, around.norm, around.eps, end - begin, w.k, normed + begin * w.k);
+        });
+        x = normed;
+    }
+    float* y = around.gated ? spare.emplace_back(rows * w.n * 4).as<float>() : out;
+    const int64_t bad = product(w, PreparedRows(isa, w.kind, rule, x, rows, w.k), rows, y);
+    if (bad >= 0 || (!around.gated && around.residual == nullptr)) return bad;
+    const int64_t width = around.gated ? w.n / 2 : w.n;
+    parallel_for(rows, row_grain((around.gated ? 8 : 1) * width), [&](int64_t begin, int64_t end) {
+        if (around.gated) table.swiglu(y + begin * w.n, end - begin, width, out + begin * width);
+        if (around.residual != nullptr)
+            for (int64_t i = begin * width; i < end * width; ++i) out[i] = around.residual[i] + out[i];
     });
     return -1;
 }
@@ -164,17 +195,19 @@ void register_linear(nb::module_& m) {
                               at<const uint8_t>(scales), at<const float>(row_scale), at<const void>(dense), at<const float>(bias)};
         })
         .def("expert", &Panels::expert, nb::arg("index"), "The view of one matrix of a stack.");
-    m.def("linear", [](int isa, const Panels& w, const Rule* rule, uintptr_t x, int64_t rows, uintptr_t out) {
+    m.def("linear", [](int isa, const Panels& w, const Rule* rule, uintptr_t x, int64_t rows, uintptr_t out, uintptr_t norm, double eps,
+                       bool gated, uintptr_t residual) {
         nb::gil_scoped_release free;
-        const Isa set = usable_isa(isa);
-        return linear(w, PreparedRows(set, w.kind, rule, at<const float>(x), rows, w.k), rows, at<float>(out));
-    }, nb::arg("isa"), nb::arg("w"), nb::arg("rule").none(), nb::arg("x"), nb::arg("rows"), nb::arg("out"));
+        const Around around{at<const float>(norm), eps, gated, at<const float>(residual)};
+        return linear(usable_isa(isa), w, rule, at<const float>(x), rows, at<float>(out), around);
+    }, nb::arg("isa"), nb::arg("w"), nb::arg("rule").none(), nb::arg("x"), nb::arg("rows"), nb::arg("out"), nb::arg("norm"),
+       nb::arg("eps"), nb::arg("gated"), nb::arg("residual"));
     m.def("linear_codes",
           [](int isa, const Panels& w, uintptr_t codes, uintptr_t scales, uintptr_t global, int64_t rows, uintptr_t out) {
               nb::gil_scoped_release free;
               const Isa set = usable_isa(isa);
               const PreparedRows x(set, w.format, at<const uint8_t>(codes), at<const uint8_t>(scales), at<const float>(global), rows, w.k);
-              return linear(w, x, rows, at<float>(out));
+              return product(w, x, rows, at<float>(out));
           });
     m.def("pack_codes", [](uintptr_t codes, uintptr_t scales, int64_t n, int64_t k, int64_t block, uintptr_t out_codes, uintptr_t out_scales) {
         nb::gil_scoped_release free;

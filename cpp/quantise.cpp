@@ -6,6 +6,7 @@
 #include <atomic>
 #include <vector>
 
+#include "guide.hpp"
 #include "registers.hpp"
 #include "scalar.hpp"
 #include "threads.hpp"
@@ -111,9 +112,11 @@ float usual_global(float amax) {
 }
 
 int64_t quantise_rows(Isa isa, const Rule& rule, const void* x, bool bf16, int64_t rows, int64_t k, const float* given,
-                      int64_t given_count, uint8_t* codes, uint8_t* scales, float* global) {
+                      int64_t given_count, uint8_t* codes, uint8_t* scales, float* global, int bits,
+                      uint8_t* payload) {
     const QuantiseTable& table = quantise_table(isa);
     const int64_t block = rule.block();
+    const GuideTable& guide = guide_table(isa);
     const bool per_row = given == nullptr ? rule.mode == 1 : given_count != 1;
     float whole = given != nullptr ? given[0] : rule.mode == 3 ? 1.0f : rule.constant;
     if (given == nullptr && rule.mode == 0) {
@@ -133,6 +136,7 @@ int64_t quantise_rows(Isa isa, const Rule& rule, const void* x, bool bf16, int64
             }
             if (per_row && global != nullptr) global[r] = g;
             table.row(row, bf16, k, g, codes + r * (k / 2), scales + r * (k / block));
+            if (bits != 0) guide.narrow(codes + r * (k / 2), k, bits, payload + r * (k / 8 * bits));
         }
     });
     return bad < rows ? bad.load() : -1;
@@ -149,10 +153,10 @@ void register_quantise(nb::module_& m) {
     // Addresses of contiguous buffers; the Python wrappers check shapes and dtypes. Return the first row with NaN or infinity, or -1.
     m.def("quantise",
           [](int isa, const Rule& rule, uintptr_t x, bool bf16, int64_t rows, int64_t k, uintptr_t given, int64_t given_count,
-             uintptr_t codes, uintptr_t scales, uintptr_t global) {
+             uintptr_t codes, uintptr_t scales, uintptr_t global, int bits, uintptr_t payload) {
               nb::gil_scoped_release free;
               return quantise_rows(usable_isa(isa), rule, at<const void>(x), bf16, rows, k, at<const float>(given), given_count,
-                                   at<uint8_t>(codes), at<uint8_t>(scales), at<float>(global));
+                                   at<uint8_t>(codes), at<uint8_t>(scales), at<float>(global), bits, at<uint8_t>(payload));
           });
     m.def("fake_quantise", [](int isa, const Rule& rule, uintptr_t x, bool bf16, int64_t rows, int64_t k, uintptr_t out) {
         nb::gil_scoped_release free;

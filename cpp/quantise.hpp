@@ -38,8 +38,10 @@ const QuantiseTable& quantise_table(Isa isa);
 float usual_global(float amax);
 
 // Quantises rows with a per-token or fixed global scale (rule.mode 1 to 3). `given` (or null) has one global scale (given_count 1)
-// or one a row. Returns the first row holding NaN or infinity, or -1. Splits rows over threads.
+// or one a row. With `bits` 2 or 1 also the packed residues of the codes (see guide.hpp). Returns the first row holding
+// NaN or infinity, or -1. Splits rows over threads.
 int64_t quantise_rows(Isa isa, const Rule& rule, const void* x, bool bf16, int64_t rows, int64_t k, const float* given,
-                      int64_t given_count, uint8_t* codes, uint8_t* scales, float* global);
+                      int64_t given_count, uint8_t* codes, uint8_t* scales, float* global, int bits = 0,
+                      uint8_t* payload = nullptr);
 
 }  // namespace halfbyte

@@ -1,6 +1,6 @@
 #define HALFBYTE_ISA isa_avx512
 #if defined(__AVX512F__)
-#include "lanes.hpp"
+#include "e2m1_avx512.hpp"
 #include "quantise.hpp"
 #include "scalar.hpp"
 
@@ -9,16 +9,6 @@ namespace {
 
 using scalar::decode_e4m3;
 using scalar::decode_e8m0;
-
-template <bool Bf16>
-HALFBYTE_INLINE __m512 load_values(const void* x, int64_t i) {
-    if constexpr (Bf16) {
-        const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(x) + i));
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-    } else {
-        return _mm512_loadu_ps(static_cast<const float*>(x) + i);
-    }
-}
 
 HALFBYTE_INLINE __m512 absolute(__m512 v) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7FFFFFFF))); }
 
@@ -80,24 +70,7 @@ HALFBYTE_INLINE __m512i encode_e4m3(__m512 a) {
 // Codes of four blocks of four times z (u = 4z), each in one vector: 32 packed bytes. ceil(u) + floor(u) tells the open
 // intervals between multiples of one quarter from the multiples themselves, which is what breaking ties needs.
 HALFBYTE_INLINE __m256i encode_blocks(const __m512* u) {
-    __m512i v[4];
-    for (int j = 0; j < 4; ++j) {
-        const __m512 c = _mm512_range_ps(u[j], _mm512_set1_ps(23.0f), 2);  // smaller magnitude, sign of u
-        v[j] = _mm512_add_epi32(_mm512_cvt_roundps_epi32(c, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC),
-                                _mm512_cvt_roundps_epi32(c, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
-    }
-    const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
-    // |v| is at most 46: three tables of sixteen entries, each silent (an index with its top bit set) outside its range.
-    const __m512i a = _mm512_abs_epi8(bytes), top = _mm512_set1_epi8(0x70);
-    const __m512i low = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 4, 4));
-    const __m512i middle = _mm512_broadcast_i32x4(_mm_setr_epi8(4, 4, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 6, 6, 6, 6));
-    const __m512i high = _mm512_broadcast_i32x4(_mm_setr_epi8(6, 6, 6, 6, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7));
-    const __m512i first = _mm512_shuffle_epi8(low, _mm512_adds_epu8(a, top));
-    const __m512i second = _mm512_shuffle_epi8(middle, _mm512_adds_epu8(_mm512_sub_epi8(a, _mm512_set1_epi8(16)), top));
-    const __m512i third = _mm512_shuffle_epi8(high, _mm512_adds_epu8(_mm512_sub_epi8(a, _mm512_set1_epi8(32)), top));
-    __m512i code = _mm512_or_si512(_mm512_or_si512(first, second), third);
-    const __mmask64 negative = _mm512_movepi8_mask(bytes) & _mm512_test_epi8_mask(code, code);
-    code = _mm512_mask_add_epi8(code, negative, code, _mm512_set1_epi8(8));
+    const __m512i code = nearest_codes(quarter_sums(u));
     const __m256i merged = _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(code, _mm512_set1_epi16(0x1001)));
     const __m256i order = _mm256_setr_epi16(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm256_permutexvar_epi16(order, merged);

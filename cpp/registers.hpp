@@ -6,10 +6,12 @@
 namespace halfbyte {
 
 void register_quantise(nanobind::module_& m);
+void register_guide(nanobind::module_& m);
 void register_linear(nanobind::module_& m);
 void register_experts(nanobind::module_& m);
 void register_norm(nanobind::module_& m);
 void register_attention(nanobind::module_& m);
+void register_attend(nanobind::module_& m);
 void register_sampling(nanobind::module_& m);
 
 }  // namespace halfbyte

@@ -7,6 +7,7 @@ imports torch.
 from halfbyte.config.problems import close_names, validated
 from halfbyte.config.run import Config, difference, load_config
 from halfbyte.config.sections import (
+    AlignmentConfig,
     EnvConfig,
     EvalConfig,
     LearnerConfig,
@@ -18,6 +19,7 @@ from halfbyte.config.sections import (
 )
 
 __all__ = [
+    "AlignmentConfig",
     "Config",
     "EnvConfig",
     "EvalConfig",

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from halfbyte.config.problems import Origins, explain
 from halfbyte.config.sections import (
+    AlignmentConfig,
     EnvConfig,
     EvalConfig,
     LearnerConfig,
@@ -37,6 +38,7 @@ class Config(Section):
     precision: PrecisionChoice = "w4a4kv4"
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    alignment: AlignmentConfig = Field(default_factory=AlignmentConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -46,6 +48,8 @@ class Config(Section):
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if self.learner.minibatches > samples:
             raise ValueError(f"learner.minibatches = {self.learner.minibatches}, but a step has {samples} samples")
+        if self.alignment.layers.strip() == "auto" and self.alignment.bytes_per_token is None:
+            raise ValueError("alignment.layers = auto needs alignment.bytes_per_token, its budget")
         return self
 
     def to_json(self) -> dict[str, Any]:

@@ -86,6 +86,8 @@ class LearnerConfig(Section):
 
     Arguments:
         execution: ``emulated``: framework products of operands rounded at the rollout's sites.
+        products: what the framework multiplies in: ``fp32``, or ``bf16`` with FP32 sums and BF16 results, as on GPUs
+            (logits and router stay FP32).
         precision: ``same`` as the rollout's, or a precision of its own.
         lr: peak rate; 0 leaves the weights alone (a control).
         schedule: after the warm-up: linear to 0, cosine to 0, or constant.
@@ -97,6 +99,7 @@ class LearnerConfig(Section):
     """
 
     execution: Literal["emulated"] = "emulated"
+    products: Literal["fp32", "bf16"] = "fp32"
     precision: PrecisionChoice = "same"
     lr: NotNegative = 3e-4
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -119,6 +122,37 @@ class LearnerConfig(Section):
         if isinstance(value, dict) and value.get("preset") == "same":
             raise ValueError("overrides need a preset by name to start from: set learner.precision.preset too")
         return value
+
+
+class AlignmentConfig(Section):
+    """How the rollout's rounding guides the learner's (TRACE). It acts where both sides round to FP4.
+
+    Arguments:
+        method: ``trace``, ``scale_only``, ``hard_replay``, ``shift(t)`` with t from 0 to 1, or ``none``.
+        bits: payload of a number: 1 (parity), 2 or 4 (the code).
+        sites: what is guided: ``expert_in``, ``expert_mid``, ``linear_in``, ``k``, ``v``.
+        layers: ``all``, ``deep:0.5``, ``first:0.5``, a list such as ``2,3``, or ``auto``: the first step records
+            everything, and what helps most within ``bytes_per_token`` stays.
+        bytes_per_token: budget of ``auto``.
+        memory_mb: guidance of finished samples beyond this many MiB is kept in a file.
+        max_version_lag: older guidance, in weight versions, is not used.
+        measured_tokens: tokens a step whose own rounding is compared with the rollout's, for the metrics.
+    """
+
+    method: Text = "trace"
+    bits: Literal[1, 2, 4] = 4
+    sites: tuple[Literal["expert_in", "expert_mid", "linear_in", "k", "v"], ...] = (
+        "expert_in",
+        "expert_mid",
+        "linear_in",
+        "k",
+        "v",
+    )
+    layers: Text = "all"
+    bytes_per_token: Positive | None = None
+    memory_mb: NotNegative = 1024.0
+    max_version_lag: Natural = 0
+    measured_tokens: Natural = 64
 
 
 class ObjectiveConfig(Section):

@@ -13,7 +13,9 @@ from halfbyte.formats.grid import (
     encode_e8m0,
 )
 from halfbyte.formats.packing import pack_codes, unpack_codes
+from halfbyte.formats.payload import Payload, payload_bytes, payload_codes, payload_of
 from halfbyte.formats.quantise import fits, quantise
+from halfbyte.formats.residues import PayloadBits, residues, signed_index
 from halfbyte.formats.shared import fill_uncalibrated, quantise_shared, shared_global
 from halfbyte.formats.spec import QuantSpec, first_difference
 from halfbyte.formats.specs import SPECS, get_spec
@@ -24,6 +26,8 @@ from halfbyte.formats.tensor import QuantTensor, dequantise, validate
 __all__ = [
     "E2M1_GRID",
     "SPECS",
+    "Payload",
+    "PayloadBits",
     "QuantSpec",
     "QuantTensor",
     "concat_rows",
@@ -43,11 +47,16 @@ __all__ = [
     "multiplier_pair",
     "pack_bits",
     "pack_codes",
+    "payload_bytes",
+    "payload_codes",
+    "payload_of",
     "power_of_two_at_least",
     "quantise",
     "quantise_shared",
     "quantise_stochastic",
+    "residues",
     "shared_global",
+    "signed_index",
     "slice_columns",
     "slice_rows",
     "split_columns",

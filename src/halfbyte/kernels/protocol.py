@@ -8,10 +8,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from halfbyte.formats import QuantSpec, QuantTensor
+from halfbyte.formats import Payload, PayloadBits, QuantSpec, QuantTensor
+from halfbyte.kernels.attention_step import AttentionStep
 from halfbyte.kernels.kv import KvKind, KvLayer
 from halfbyte.kernels.reference.sampling import Sampled
-from halfbyte.kernels.weights import LinearKind, PackedExperts, PackedLinear
+from halfbyte.kernels.weights import ExpertsRecord, LinearKind, PackedExperts, PackedLinear
 
 __all__ = ["Kernels"]
 
@@ -46,6 +47,22 @@ class Kernels(Protocol):
         """``dequantise(quantise(x))`` in ``x``'s dtype and shape; leading dimensions are rows (tokens)."""
         ...
 
+    def quantise_with_payload(
+        self, x: Tensor, spec: QuantSpec, bits: PayloadBits, *, global_scale: Tensor | None = None, name: str = "tensor"
+    ) -> tuple[QuantTensor, Payload]:
+        """:meth:`quantise`, and in the same pass what the codes tell a learner in ``bits`` a value."""
+        ...
+
+    def payload(self, q: QuantTensor, bits: PayloadBits) -> Payload:
+        """What the codes of ``q`` tell a learner; 4 bits share its memory."""
+        ...
+
+    def guided_round(
+        self, x: Tensor, payload: Payload, *, shift: float = 1.0, guided: Tensor | None = None, name: str = "tensor"
+    ) -> Tensor:
+        """``x [..., K]`` (float32 or bfloat16) at the payload's scales, towards its codes; see ``reference/guide.py``."""
+        ...
+
     # Products
 
     def pack_linear(
@@ -62,8 +79,23 @@ class Kernels(Protocol):
         so that weights sharing an input can be concatenated and packed as one."""
         ...
 
-    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
-        """``x [M, K] float32 -> [M, N] float32`` by the sum order of ``w.kind`` (see ``reference/linear.py``)."""
+    def linear(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """``x [M, K] float32 -> [M, N] float32`` by the sum order of ``w.kind`` (see ``reference/linear.py``). Around it, if
+        asked: RMSNorm of the rows before (``norm [K]``); SwiGLU of the result (``gated``: ``[M, N / 2]``), ``residual`` added."""
+        ...
+
+    def linear_codes(self, q: QuantTensor, w: PackedLinear) -> Tensor:
+        """:meth:`linear` of an input that is quantised already, ``q [M, K]`` by ``w.activation_spec`` (``w4a4``): the same bits
+        as from the tensor it came from."""
         ...
 
     def pack_experts(
@@ -81,6 +113,10 @@ class Kernels(Protocol):
 
     def experts(self, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> Tensor:
         """Routed SwiGLU experts: ``x [M, H] f32, expert_ids [M, k] int32, gates [M, k] f32 -> [M, H] f32``."""
+        ...
+
+    def experts_recorded(self, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> ExpertsRecord:
+        """:meth:`experts` (``w4a4``) with the codes of its two quantised activations; the output has the same bits."""
         ...
 
     # Elementwise
@@ -117,6 +153,20 @@ class Kernels(Protocol):
         self, q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor, scale: float
     ) -> Tensor:
         """Causal paged attention, ``q [T, H, D] -> [T, H, D]`` float32."""
+        ...
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: KvLayer,
+        step: AttentionStep,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """All between two projections, in one call: ``qkv [T, (H + 2 Hkv) D] -> [T, H D]``. Head norms ``[D]`` (where given),
+        rotation, :meth:`store_kv`, :meth:`attention`; bit-equal to those steps one by one."""
         ...
 
     # Sampling

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfbyte.guidance.batch import Alignment, BatchGuidance, gather
+from halfbyte.kernels import Kernels, active
 from halfbyte.models.trajectory import Trajectory
 
 __all__ = ["LearnerBatch", "collate", "micro_batches"]
@@ -36,6 +38,7 @@ class LearnerBatch:
         mask: [R] bool, tokens the policy produced.
         versions: [R] int64.
         sequence: [R] int64, index into the trajectories that were collated.
+        guidance: what the rollout rounded these tokens to; None without.
     """
 
     ids: Tensor
@@ -51,6 +54,7 @@ class LearnerBatch:
     mask: Tensor
     versions: Tensor
     sequence: Tensor
+    guidance: BatchGuidance | None = None
 
 
 def micro_batches(lengths: Sequence[int], budget: int, *, packing: bool) -> list[list[int]]:
@@ -71,13 +75,28 @@ def micro_batches(lengths: Sequence[int], budget: int, *, packing: bool) -> list
     return [*out, current] if current else out
 
 
-def collate(trajectories: Sequence[Trajectory], *, packing: bool = True, replay_routes: bool = True) -> LearnerBatch:
-    """One flat batch of all ``trajectories``."""
+def collate(
+    trajectories: Sequence[Trajectory],
+    *,
+    packing: bool = True,
+    replay_routes: bool = True,
+    alignment: Alignment | None = None,
+    moe_layers: Sequence[int] = (),
+    version: int = 0,
+    kernels: Kernels | None = None,
+) -> LearnerBatch:
+    """One flat batch of all ``trajectories``.
+
+    Arguments:
+        alignment: how the learner uses guidance; None leaves it out.
+        moe_layers: the layers that ``routes`` are of.
+        version: the learner's weight version.
+    """
     longest = max(len(t) for t in trajectories)
     ids, positions, starts, generated, routes = [], [], [0], [], []
     rows, targets, temperature, logprobs, mask, versions, sequence = [], [], [], [], [], [], []
     supports: list[Tensor | None] = []
-    replay = replay_routes and all(t.routes is not None for t in trajectories)
+    routed = all(t.routes is not None for t in trajectories) and (replay_routes or alignment is not None)
     for index, t in enumerate(trajectories):
         n, prompt, response = len(t), len(t.prompt_ids), len(t.response_ids)
         width = n if packing else longest
@@ -85,7 +104,7 @@ def collate(trajectories: Sequence[Trajectory], *, packing: bool = True, replay_
         ids.append(np.pad(t.ids, (0, filler)))
         positions.append(np.arange(width))
         generated.append(np.concatenate([np.zeros(prompt, bool), t.mask, np.zeros(filler, bool)]))
-        if replay:
+        if routed:
             assert t.routes is not None
             routes.append(np.pad(t.routes, ((0, width - len(t.routes)), (0, 0), (0, 0)), constant_values=-1))
         rows.append(starts[-1] + np.arange(prompt - 1, n - 1))
@@ -102,12 +121,26 @@ def collate(trajectories: Sequence[Trajectory], *, packing: bool = True, replay_
     def flat(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(np.concatenate(parts))).to(dtype)
 
+    recorded = flat(routes, torch.int64) if routed else None
+    guidance = None
+    if alignment is not None:
+        lengths = [len(t) for t in trajectories]
+        guidance = gather(
+            [t.guidance for t in trajectories],
+            lengths,
+            lengths if packing else [longest] * len(lengths),
+            recorded,
+            moe_layers,
+            alignment,
+            version,
+            kernels or active(),
+        )
     return LearnerBatch(
         ids=flat(ids, torch.int64),
         positions=flat(positions, torch.int64),
         starts=torch.tensor(starts, dtype=torch.int64),
         generated=flat(generated, torch.bool),
-        routes=flat(routes, torch.int64) if replay else None,
+        routes=recorded if replay_routes else None,
         rows=flat(rows, torch.int64),
         targets=flat(targets, torch.int64),
         temperature=flat(temperature, torch.float32),
@@ -116,4 +149,5 @@ def collate(trajectories: Sequence[Trajectory], *, packing: bool = True, replay_
         mask=flat(mask, torch.bool),
         versions=flat(versions, torch.int64),
         sequence=flat(sequence, torch.int64),
+        guidance=guidance,
     )

@@ -17,6 +17,10 @@ from torch import Tensor
 from halfbyte import objective
 from halfbyte.config import LearnerConfig, ObjectiveConfig
 from halfbyte.errors import SpecMismatchError
+from halfbyte.guidance.batch import Alignment, read_layout
+from halfbyte.guidance.measure import Comparison, Observer
+from halfbyte.guidance.rounding import TRACE
+from halfbyte.guidance.sites import places
 from halfbyte.kernels import Kernels
 from halfbyte.learner.autograd import AutogradExecution
 from halfbyte.learner.batch import LearnerBatch, collate, micro_batches
@@ -65,9 +69,13 @@ class Learner:
         precision: what the learner's own forward pass runs in.
         rollout_precision: what rollouts must say they ran in; anything else is refused by name of the field.
         total_steps: length of the schedule.
+        alignment: how the rollout's guidance is used; None for the learner's own rounding.
         correction: in place of the one that ``objective_config`` names.
         delimiters: [V] bool, token ids that end a line or sentence, see ``objective.delimiter_flags``; for the segmenter
             ``delimiter``.
+
+    Attributes:
+        comparisons: (layer, site) -> how far the last step's own rounding was from the rollout's.
     """
 
     def __init__(
@@ -85,9 +93,12 @@ class Learner:
         max_response_tokens: int | None = None,
         n_positions: int | None = None,
         reference: Mapping[str, Tensor] | None = None,
+        alignment: Alignment | None = None,
         correction: objective.Correction | None = None,
         delimiters: Tensor | None = None,
     ) -> None:
+        self.alignment, self.comparisons = alignment, dict[tuple[int, str], Comparison]()
+        self._version, self._places = 0, places(arch, precision)
         self.arch, self.kernels, self.config, self.objective = arch, kernels, config, objective_config
         self.rollout_precision, self.total_steps, self.seed = rollout_precision, total_steps, seed
         self.max_response_tokens = max_response_tokens
@@ -136,6 +147,10 @@ class Learner:
                     where=f"trajectory group {t.group}",
                     expected="equal temperature, top_k, top_p and min_p for all samples of a step",
                 )
+            if self.alignment is not None and t.guidance is not None:
+                read_layout(t.guidance.layout).require_places(
+                    self._places, where=f"trajectory group {t.group} sample {t.sample}"
+                )
 
     @torch.no_grad()
     def score(self, trajectories: Sequence[Trajectory], parameters: Parameters | None = None) -> Scored:
@@ -159,6 +174,7 @@ class Learner:
             NumericsError: a log-prob, gradient or weight is not finite; the masters are as before the update.
         """
         self.check(trajectories)
+        self._version = version
         rewards = torch.tensor([float("nan") if t.reward is None else t.reward for t in trajectories])
         groups = torch.tensor([t.group for t in trajectories])
         result = objective.advantages(rewards, groups, method=self.objective.advantage)
@@ -204,6 +220,8 @@ class Learner:
         metrics = dict(plan.metrics)
         statistics, norms = [], []
         seen = torch.zeros(len(plan.tokens.ids), dtype=torch.float32)
+        observer = None if self.alignment is None else self._observer(self.alignment)
+        tokens = unguided = 0
         changed = False
         order = np.random.Generator(np.random.Philox(key=[self.seed, 2**62 + step]))  # apart from the order of prompts
         for epoch in range(self.config.epochs):
@@ -214,30 +232,38 @@ class Learner:
                 share = len(members) / len(chunk)
                 for indices in self._indices([plan.samples[i] for i in chunk]):
                     part = [int(chunk[i]) for i in indices]
-                    loss, stats, logp = self._loss(plan, part)
+                    batch = self._collate([plan.samples[i] for i in part])
+                    loss, stats, logp = self._loss(plan, part, batch, observer)
                     (loss * share).backward()
                     statistics.append(stats)
                     if epoch == 0:
                         seen[torch.cat([plan.rows[i] for i in part])] = logp
+                        wanted = sum(len(plan.samples[i]) - 1 for i in part)
+                        tokens += wanted
+                        unguided += wanted if batch.guidance is None else batch.guidance.unguided
                 norms.append(self.optimiser.step(self.parameters.take_gradients(), factor))
                 changed |= self.parameters.refresh()
         metrics |= objective.read(objective.merge(statistics))
-        if (
-            plan.record is None
-        ):  # a single update: its own forward pass has scored every token at the weights it began with
+        if plan.record is None:
+            # A single update: its own forward pass has scored every token at the weights it began with.
             plan.record = self._monitor.record(plan.tokens, seen, plan.advantages, plan.version)
         metrics |= self._monitor.look(plan.record, plan.weights)
+        if observer is not None:
+            metrics |= observer.metrics()
+            metrics["align/unguided"] = unguided / tokens
+            sizes = [0 if t.guidance is None else t.guidance.bytes_per_token for t in plan.samples]
+            metrics["align/bytes_per_token"] = sum(sizes) / len(sizes)
+            self.comparisons = observer.found
         metrics["optim/grad_norm"] = float(np.mean(norms))
         metrics["optim/lr"] = self.config.lr * factor
         metrics["optim/updates"] = float(len(norms))
         return metrics, changed
 
-    def _loss(self, plan: _Plan, part: list[int]) -> tuple[Tensor, objective.Statistics, Tensor]:
-        batch = collate(
-            [plan.samples[i] for i in part], packing=self.config.packing, replay_routes=self.config.router_replay
-        )
+    def _loss(
+        self, plan: _Plan, part: list[int], batch: LearnerBatch, observer: Observer | None
+    ) -> tuple[Tensor, objective.Statistics, Tensor]:
         logp, entropy = self._forward(
-            batch, self.parameters, with_entropy_gradient=bool(self._settings.entropy_coefficient)
+            batch, self.parameters, observer, with_entropy_gradient=bool(self._settings.entropy_coefficient)
         )
         rows = torch.cat([plan.rows[i] for i in part])
         tokens = objective.LossInput(
@@ -257,7 +283,12 @@ class Learner:
         return result.loss, statistics, logp.detach()
 
     def _forward(
-        self, batch: LearnerBatch, parameters: Parameters, *, with_entropy_gradient: bool = False
+        self,
+        batch: LearnerBatch,
+        parameters: Parameters,
+        observer: Observer | None = None,
+        *,
+        with_entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         run = AutogradExecution(
             parameters,
@@ -265,6 +296,11 @@ class Learner:
             self.kernels,
             self._tables,
             activation_checkpointing=self.config.activation_checkpointing,
+            # other weights than the rollout's (a KL reference) have roundings of their own
+            guidance=batch.guidance if parameters is self.parameters else None,
+            method=TRACE if self.alignment is None else self.alignment.method,
+            observer=observer,
+            bf16_products=self.config.products == "bf16",
         )
         states = hidden_states(self.arch, run, batch.ids).index_select(0, batch.rows)
         logits = run.head(states)
@@ -277,10 +313,21 @@ class Learner:
         return micro_batches(lengths, self._budget, packing=self.config.packing)
 
     def _micro_batches(self, samples: Sequence[Trajectory]) -> list[LearnerBatch]:
-        return [
-            collate([samples[i] for i in part], packing=self.config.packing, replay_routes=self.config.router_replay)
-            for part in self._indices(samples)
-        ]
+        return [self._collate([samples[i] for i in part]) for part in self._indices(samples)]
+
+    def _observer(self, alignment: Alignment) -> Observer:
+        return Observer(self.kernels, alignment.measured_tokens, thorough=alignment.thorough)
+
+    def _collate(self, samples: Sequence[Trajectory]) -> LearnerBatch:
+        return collate(
+            samples,
+            packing=self.config.packing,
+            replay_routes=self.config.router_replay,
+            alignment=self.alignment,
+            moe_layers=self.arch.moe_layers,
+            version=self._version,
+            kernels=self.kernels,
+        )
 
 
 def policy_settings(config: ObjectiveConfig) -> objective.PolicySettings:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from halfbyte.errors import ConfigError, DataError
 from halfbyte.models.precision import Precision
 
-__all__ = ["FinishReason", "SamplingParams", "Trajectory"]
+__all__ = ["FinishReason", "GuidanceRows", "SamplingParams", "Trajectory"]
 
 FinishReason = Literal["eos", "stop", "length", "abort"]
 
@@ -73,6 +73,33 @@ class SamplingParams:
         return all(getattr(self, k) == getattr(other, k) for k in keys)
 
 
+@dataclass(frozen=True, eq=False)
+class GuidanceRows:
+    """What the rollout rounded the tokens to, for a learner that follows it (``halfbyte.guidance`` reads it).
+
+    Arguments:
+        rows: [n, bytes] uint8, what was recorded, for each of the first n tokens; at most all but the last, which is never
+            computed.
+        kv: [n, bytes] uint8, what their KV pages held.
+        layout: JSON text that says how a row is cut, with the specs that its codes were made by.
+        version: weight version that the rows were recorded under.
+    """
+
+    rows: npt.NDArray[np.uint8]
+    kv: npt.NDArray[np.uint8]
+    layout: str
+    version: int = 0
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.rows)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token over all sites."""
+        return int(self.rows.shape[1] + self.kv.shape[1])
+
+
 @dataclass
 class Trajectory:
     """One sampled response and all that a learner needs to score it.
@@ -90,7 +117,7 @@ class Trajectory:
         sample: index in the group.
         routes: [P + R - 1, moe layers, k] int16 expert ids in slot order, -1 where not recorded; None for dense models.
         supports: for filtered sampling, the kept token ids of each response token (None: all).
-        guidance: payloads by site (TRACE); empty without guidance.
+        guidance: what the rollout rounded its tokens to (TRACE); None without.
         turns: response offsets at which a new turn of the policy begins; (0,) for single-turn.
         reward: the reward, None when scoring failed.
         info: what the environment said (``correct``, error tracebacks); JSON values only.
@@ -108,7 +135,7 @@ class Trajectory:
     sample: int = 0
     routes: npt.NDArray[np.int16] | None = None
     supports: list[npt.NDArray[np.int32] | None] | None = None
-    guidance: dict[str, Any] = field(default_factory=dict)
+    guidance: GuidanceRows | None = None
     turns: tuple[int, ...] = (0,)
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
@@ -145,3 +172,9 @@ class Trajectory:
             raise DataError("a log-prob is not finite", where=where, expected="finite log-probs from the engine")
         if self.routes is not None and len(self.routes) != len(ids) - 1:
             raise DataError(f"routes cover {len(self.routes)} tokens", where=where, expected=f"{len(ids) - 1}")
+        if self.guidance is not None and not len(self.guidance) == len(self.guidance.kv) < len(ids):
+            raise DataError(
+                f"guidance covers {len(self.guidance)} and {len(self.guidance.kv)} tokens",
+                where=where,
+                expected=f"both alike and at most {len(ids) - 1}",
+            )

@@ -6,7 +6,8 @@ alone, in any batch, in any arrival order, for any page size, with shared prompt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +16,15 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ConfigError, DataError, NumericsError
+from halfbyte.guidance.cache import PassRecord, Shelf
+from halfbyte.guidance.layout import Layout
+from halfbyte.guidance.plan import Plan
 from halfbyte.kernels import Kernels, active
 from halfbyte.models.architecture import Architecture
 from halfbyte.models.decoder import logits as decoder_logits
 from halfbyte.models.precision import Precision
 from halfbyte.models.trajectory import SamplingParams, Trajectory
+from halfbyte.rollout.collector import Collector
 from halfbyte.rollout.packed import PackedExecution, StepBatch
 from halfbyte.rollout.pages import PagePool
 from halfbyte.rollout.philox import uniform
@@ -76,6 +81,8 @@ class Engine:
         tensors: published weights in checkpoint names.
         detokeniser: needed only for stop strings.
         version: the weight version of ``tensors``.
+        guidance: what trajectories bring along for the learner's rounding; nothing by default.
+        shelf: where the guidance of finished samples is kept; unlimited memory by default.
     """
 
     def __init__(
@@ -88,6 +95,8 @@ class Engine:
         options: EngineOptions | None = None,
         kernels: Kernels | None = None,
         version: int = 0,
+        guidance: Plan | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self.arch, self.precision = arch, precision
         self.options = options or EngineOptions()
@@ -109,6 +118,8 @@ class Engine:
         self.tokens_generated = 0
         self._order = 0
         self._samples: dict[int, Sample] = {}
+        self._collector = Collector(self.pool, precision, shelf or Shelf())
+        self.guide(guidance or Plan())
 
     @property
     def version(self) -> int:
@@ -128,6 +139,35 @@ class Engine:
             )
         self.weights = self._pack(tensors, version)
         self.scheduler.preempt_all()
+
+    def guide(self, plan: Plan) -> None:
+        """Record guidance by ``plan`` from now on.
+
+        Raises:
+            ConfigError: samples are in flight; their guidance would be cut in two.
+        """
+        if self.busy:
+            raise ConfigError("samples are in flight", where="Engine.guide", expected="an idle engine")
+        layout = Layout.of(self.arch, self.precision, plan)
+        self.pool.record(layout if layout.fields else None)
+        self.pool.forget_prefixes()  # their tokens were not recorded by this plan
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Generate without recording guidance, for responses that no learner will see.
+
+        Raises:
+            ConfigError: samples are in flight.
+        """
+        if self.busy:
+            raise ConfigError("samples are in flight", where="Engine.unrecorded", expected="an idle engine")
+        arena, self.pool.guidance = self.pool.guidance, None
+        try:
+            yield
+        finally:
+            self.pool.guidance = arena
+            if arena is not None:
+                self.pool.forget_prefixes()  # what they hold was not recorded
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -193,10 +233,9 @@ class Engine:
         out = []
         for sample in [s for s in self._samples.values() if group is None or s.request.group == group]:
             sample.finish = "abort"
-            trajectory = self._trajectory(sample) if len(sample.tokens) > sample.prompt_length else None
+            if len(sample.tokens) > sample.prompt_length:
+                out += self._collector.collect([sample], self.version)
             self._retire(sample)
-            if trajectory is not None:
-                out.append(trajectory)
         return out
 
     def step(self) -> list[tuple[int, Trajectory]]:
@@ -238,12 +277,11 @@ class Engine:
         if not drawing:
             return []
         self._draw(drawing, logits.index_select(0, torch.tensor(rows)), batch)
-        finished = []
-        for sample in drawing:
-            if sample.finish is not None:
-                finished.append((sample.order, self._trajectory(sample)))
-                self._retire(sample)
-        return finished
+        done = [sample for sample in drawing if sample.finish is not None]
+        trajectories = self._collector.collect(done, self.version)
+        for sample in done:
+            self._retire(sample)
+        return [(sample.order, trajectory) for sample, trajectory in zip(done, trajectories)]
 
     @torch.inference_mode()
     def score(
@@ -279,7 +317,7 @@ class Engine:
                     raise ConfigError("no KV page is free", where="Engine.score", fix="score when the engine is idle")
                 start = sample.computed
                 wanted = [i for i in range(work[0].count) if start + i >= len(prompt_ids) - 1]
-                collected.append(self._forward(self._batch(work, rows=wanted)))
+                collected.append(self._forward(self._batch(work, rows=wanted), recording=False))
                 sample.computed += work[0].count
         finally:
             scheduler.remove(sample)
@@ -358,9 +396,15 @@ class Engine:
             rows=torch.tensor(last_rows if rows is None else rows, dtype=torch.int64),
         )
 
-    def _forward(self, batch: StepBatch, *, find_fault: bool = False) -> Tensor:
-        run = PackedExecution(self.weights, self.pool, self.kernels, batch, find_fault=find_fault)
-        return decoder_logits(self.arch, run, batch.ids, batch.rows)
+    def _forward(self, batch: StepBatch, *, find_fault: bool = False, recording: bool = True) -> Tensor:
+        record = None
+        if recording and self.pool.guidance is not None:
+            record = PassRecord(self.pool.guidance, len(batch.ids))
+        run = PackedExecution(self.weights, self.pool, self.kernels, batch, find_fault=find_fault, record=record)
+        out = decoder_logits(self.arch, run, batch.ids, batch.rows)
+        if record is not None:
+            record.commit(batch.slots)
+        return out
 
     def _draw(self, samples: list[Sample], logits: Tensor, batch: StepBatch) -> None:
         params = [s.request.sampling for s in samples]
@@ -427,32 +471,6 @@ class Engine:
             heir, *rest = sample.forks
             heir.forks, sample.forks = rest, []
             self.scheduler.waiting.appendleft(heir)
-
-    def _trajectory(self, sample: Sample) -> Trajectory:
-        start = sample.prompt_length
-        response = np.array(sample.tokens[start:], dtype=np.int32)
-        assert sample.finish is not None
-        routes = None
-        if self.pool.moe_layers:
-            size = self.pool.page_size
-            routes = np.full((len(sample.tokens) - 1, *self.pool.routes.shape[1:]), -1, dtype=np.int16)
-            held = min(sample.computed, len(routes))
-            slots = [sample.pages[p // size] * size + p % size for p in range(held)]
-            routes[:held] = self.pool.routes[slots]
-        return Trajectory(
-            prompt_ids=np.array(sample.request.prompt_ids, dtype=np.int32),
-            response_ids=response,
-            logprobs=np.array(sample.logprobs, dtype=np.float32),
-            mask=np.ones(len(response), dtype=bool),
-            versions=np.array(sample.versions, dtype=np.int32),
-            sampling=sample.request.sampling,
-            precision=self.precision,
-            finish_reason=sample.finish,
-            group=sample.request.group,
-            sample=sample.index,
-            routes=routes,
-            supports=list(sample.supports) if any(s is not None for s in sample.supports) else None,
-        )
 
 
 def _words(values: list[int]) -> npt.NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""The rollout's execution: packed weights, paged KV cache, no gradient, routes recorded.
+"""The rollout's execution: packed weights, paged KV cache, no gradient; routes and guidance recorded.
 
 One object is built for every forward pass and holds that pass's batch; nothing survives it but what was written to the pages.
 Every operation is batch-invariant, so a token's numbers do not depend on what shares the pass with it.
@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import NumericsError
-from halfbyte.kernels import Kernels, PackedLinear
+from halfbyte.formats import QuantTensor
+from halfbyte.guidance.cache import PassRecord
+from halfbyte.guidance.sites import site_of_linear
+from halfbyte.kernels import AttentionStep, Kernels, PackedExperts, PackedLinear
 from halfbyte.models.architecture import site_of
 from halfbyte.models.routing import route
 from halfbyte.rollout.pages import PagePool
@@ -53,14 +56,26 @@ class PackedExecution:
     Arguments:
         find_fault: check every layer's output and raise :class:`NumericsError` naming the first layer and token that are not
             finite; used to explain a failure, since it reads every activation once more.
+        record: where the codes of this pass are noted; None for nowhere. Whoever made it commits it after the pass.
     """
 
     def __init__(
-        self, weights: RolloutWeights, pool: PagePool, kernels: Kernels, batch: StepBatch, *, find_fault: bool = False
+        self,
+        weights: RolloutWeights,
+        pool: PagePool,
+        kernels: Kernels,
+        batch: StepBatch,
+        *,
+        find_fault: bool = False,
+        record: PassRecord | None = None,
     ) -> None:
         self.weights, self.pool, self.kernels, self.batch, self.find_fault = weights, pool, kernels, batch, find_fault
+        self.record = record
         self.arch, self.precision = weights.arch, weights.precision
-        self._scale = float(self.arch.head_dim) ** -0.5
+        self._step = AttentionStep(
+            batch.positions, batch.slots, batch.page_table, batch.query_start, batch.context_length,
+            weights.cos, weights.sin, float(self.arch.head_dim) ** -0.5,
+        )  # fmt: skip
         self._moe_index = {layer: i for i, layer in enumerate(pool.moe_layers)}
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -74,25 +89,48 @@ class PackedExecution:
         )
         return flat.view(x.shape)
 
-    def linear(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        names: tuple[str, ...],
+        *,
+        norm: str | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """Projections that share an input, each row in its phase's precision."""
         kinds = self.precision.kinds(site_of(f"{names[0]}.weight"))
-        return self._phased(x, [self.weights.linears[names, kind] for kind in kinds], self.kernels.linear)
+        weights = [self.weights.linears[names, kind] for kind in kinds]
+        layer, site = self._recorded_site(names[0])
+        if len(kinds) == 1 and site is None:
+            return self.kernels.linear(
+                x,
+                weights[0],
+                norm=None if norm is None else self.weights.vectors[f"{norm}.weight"],
+                eps=self.arch.norm_eps,
+                gated=gated,
+                residual=residual,
+            )
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotary embedding at the batch's positions."""
-        return self.kernels.rope(x, self.batch.positions, self.weights.cos, self.weights.sin)
+        def product(rows: Tensor, weight: PackedLinear, which: Tensor | None) -> Tensor:
+            if site is None:
+                return self.kernels.linear(rows, weight)
+            return self._recorded_linear(rows, weight, layer, site, which)
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = self._phased(x if norm is None else self.norm(x, norm), weights, product)
+        out = self.kernels.swiglu(out) if gated else out
+        return out if residual is None else residual + out
+
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Write K and V to their pages, then attend to what the pages hold (so that prefill equals decode)."""
-        cache, batch = self.pool.layers[layer], self.batch
-        self.kernels.store_kv(cache, k, v.contiguous(), batch.slots)
-        out = self.kernels.attention(q, cache, batch.page_table, batch.query_start, batch.context_length, self._scale)
-        return out.view(len(q), -1)
-
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """[T, 2I] -> [T, I]."""
-        return self.kernels.swiglu(gate_up)
+        name = f"model.layers.{layer}.self_attn"
+        vectors = self.weights.vectors
+        norms = (
+            (vectors[f"{name}.q_norm.weight"], vectors[f"{name}.k_norm.weight"]) if self.arch.qk_norm else (None, None)
+        )
+        return self.kernels.attend(
+            qkv, self.pool.layers[layer], self._step, q_norm=norms[0], k_norm=norms[1], eps=self.arch.norm_eps
+        )
 
     def experts(self, layer: int, x: Tensor) -> Tensor:
         """Routed experts; the routes are written to the tokens' slots."""
@@ -101,11 +139,11 @@ class PackedExecution:
         self.pool.routes[self.batch.slots.numpy(), self._moe_index[layer]] = ids.numpy()
         packed = [self.weights.experts[layer, kind] for kind in self.precision.kinds("experts")]
         if len(packed) == 1:
-            return self.kernels.experts(x, ids, gates, packed[0])
+            return self._routed(layer, x, ids, gates, packed[0], None)
         assert self.batch.generated is not None
         out = torch.empty_like(x)
         for rows, weight in zip(self._phase_rows(), packed):
-            out[rows] = self.kernels.experts(x[rows], ids[rows], gates[rows], weight)
+            out[rows] = self._routed(layer, x[rows], ids[rows], gates[rows], weight, rows)
         return out
 
     def head(self, x: Tensor) -> Tensor:
@@ -135,13 +173,57 @@ class PackedExecution:
                 fix="check the weights of this layer (halfbyte doctor MODEL), or run this site in bf16",
             )
 
-    def _phased(self, x: Tensor, weights: list[PackedLinear], call: Callable[[Tensor, PackedLinear], Tensor]) -> Tensor:
+    def _routed(
+        self, layer: int, x: Tensor, ids: Tensor, gates: Tensor, weight: PackedExperts, which: Tensor | None
+    ) -> Tensor:
+        """The experts of the rows ``which`` (None: all), noting the codes of what they read and of their intermediate."""
+        record = self.record
+        if record is None or weight.kind != "w4a4" or len(x) == 0:
+            return self.kernels.experts(x, ids, gates, weight)
+        wanted = [site for site in ("expert_in", "expert_mid") if record.bits(layer, site) is not None]
+        if not wanted:
+            return self.kernels.experts(x, ids, gates, weight)
+        done = self.kernels.experts_recorded(x, ids, gates, weight)
+        for site in wanted:
+            self._note(done.inputs if site == "expert_in" else done.middle, layer, site, which)
+        return done.output
+
+    def _recorded_site(self, name: str) -> tuple[int, str | None]:
+        """Layer of a projection, and its guidance site if the codes of its input are wanted."""
+        if self.record is None or (site := site_of_linear(name)) is None:
+            return -1, None
+        layer = int(name.split(".")[2])
+        return layer, site if self.record.bits(layer, site) is not None else None
+
+    def _recorded_linear(self, x: Tensor, weight: PackedLinear, layer: int, site: str, which: Tensor | None) -> Tensor:
+        if weight.activation_spec is None:  # not W4A4 in this phase
+            return self.kernels.linear(x, weight)
+        assert self.record is not None
+        bits = self.record.bits(layer, site)
+        assert bits is not None
+        name = f"{weight.name} input"
+        q, payload = self.kernels.quantise_with_payload(x, weight.activation_spec, bits, name=name)
+        self.record.write(layer, site, payload, which)
+        return self.kernels.linear_codes(q, weight)
+
+    def _note(self, q: QuantTensor, layer: int, site: str, which: Tensor | None) -> None:
+        assert self.record is not None
+        bits = self.record.bits(layer, site)
+        assert bits is not None
+        self.record.write(layer, site, self.kernels.payload(q, bits), which)
+
+    def _phased(
+        self,
+        x: Tensor,
+        weights: list[PackedLinear],
+        call: Callable[[Tensor, PackedLinear, Tensor | None], Tensor],
+    ) -> Tensor:
         if len(weights) == 1:
-            return call(x, weights[0])
+            return call(x, weights[0], None)
         assert self.batch.generated is not None
         out = torch.empty(len(x), weights[0].n)
         for rows, weight in zip(self._phase_rows(), weights):
-            out[rows] = call(x[rows], weight)
+            out[rows] = call(x[rows], weight, rows)
         return out
 
     def _phase_rows(self) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
 """The pool of KV pages: reference counts, copy-on-write, and prefix pages that belong to one weight version.
 
 A page holds ``page_size`` tokens of every layer (K and V, in the pool's KV kind) and, for MoE models, the expert ids those
-tokens were routed to: what was written last to a slot is what the learner will replay. A full page may be registered under
-the digest of (weight version, all tokens up to its end); a later prompt with the same beginning reuses it. Pages of another
-version can never match (NeMo RL #4018, lmdeploy #4917).
+tokens were routed to and the codes they were rounded to (guidance): what was written last to a slot is what the learner
+replays. A full page may be registered under the digest of (weight version, all tokens up to its end); a later prompt with the
+same beginning reuses it. Pages of another version can never match (NeMo RL #4018, lmdeploy #4917).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from halfbyte.errors import ConfigError
+from halfbyte.guidance.cache import Arena
+from halfbyte.guidance.layout import Layout
 from halfbyte.kernels import Kernels
 from halfbyte.models.architecture import Architecture
 from halfbyte.models.precision import Precision
@@ -29,10 +31,17 @@ class PagePool:
     Arguments:
         n_pages: number of pages.
         page_size: tokens a page, a multiple of 16 (the attention kernel's key block).
+        layout: what is recorded as guidance, beside the pages; None for nothing.
     """
 
     def __init__(
-        self, arch: Architecture, precision: Precision, kernels: Kernels, n_pages: int, page_size: int
+        self,
+        arch: Architecture,
+        precision: Precision,
+        kernels: Kernels,
+        n_pages: int,
+        page_size: int,
+        layout: Layout | None = None,
     ) -> None:
         if page_size < 16 or page_size % 16:
             raise ConfigError(
@@ -52,12 +61,18 @@ class PagePool:
         self.moe_layers = [i for i in range(arch.n_layers) if arch.is_moe_layer(i)]
         shape = (n_pages * page_size, len(self.moe_layers), arch.experts_per_token or 0)
         self.routes: npt.NDArray[np.int16] = np.full(shape, -1, dtype=np.int16)
+        self.guidance: Arena | None = None
+        self.record(layout)
         self._references = [0] * n_pages
         self._free = list(range(n_pages - 1, -1, -1))
         self._copies: list[tuple[int, int]] = []  # promised by writable, not carried out yet
         self._prefix: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # registered pages nobody holds, least recently used first
+
+    def record(self, layout: Layout | None) -> None:
+        """Record guidance by ``layout`` from now on; what was recorded before is gone."""
+        self.guidance = None if layout is None else Arena(layout, self.n_pages, self.page_size)
 
     @staticmethod
     def page_bytes(arch: Architecture, precision: Precision, page_size: int) -> int:
@@ -131,6 +146,8 @@ class PagePool:
         if self.moe_layers:
             paged = self.routes.reshape(self.n_pages, self.page_size, *self.routes.shape[1:])
             paged[targets] = paged[sources]
+        if self.guidance is not None:
+            self.guidance.copy_pages(sources, targets)
 
     def digests(
         self, version: int, tokens: Sequence[int], count: int, generated: Sequence[bool] | None = None

@@ -146,7 +146,8 @@ def _next_request(sample: _Live, turn: Turn, tokenizer: Tokenizer, engine: Engin
 
 
 def _joined(old: Trajectory, request: Request, new: Trajectory) -> Trajectory:
-    """Turns so far, the observation (masked), and the new turn as one trajectory; routes come from the last pass over all."""
+    """Turns so far, the observation (masked), and the new turn as one trajectory; routes and guidance come from the last
+    pass over all."""
     observed = len(request.prompt_ids) - len(old)
     observation = np.array(request.prompt_ids[len(old) :], dtype=np.int32)
     supports = None
@@ -164,6 +165,7 @@ def _joined(old: Trajectory, request: Request, new: Trajectory) -> Trajectory:
         versions=np.concatenate([old.versions, np.full(observed, new.versions[0], np.int32), new.versions]),
         finish_reason=new.finish_reason,
         routes=new.routes,
+        guidance=new.guidance,
         supports=supports,
         turns=(*old.turns, len(old.response_ids) + observed),
     )

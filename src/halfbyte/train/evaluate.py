@@ -28,16 +28,17 @@ def evaluate(
 
     A sample whose scoring failed counts as wrong.
     """
-    trajectories = collect(
-        engine,
-        environment,
-        tokenizer,
-        prompts,
-        sampling,
-        samples=samples,
-        key=("eval",),
-        max_prompt_tokens=max_prompt_tokens,
-    )
+    with engine.unrecorded():
+        trajectories = collect(
+            engine,
+            environment,
+            tokenizer,
+            prompts,
+            sampling,
+            samples=samples,
+            key=("eval",),
+            max_prompt_tokens=max_prompt_tokens,
+        )
     correct: list[list[bool]] = [[] for _ in prompts]
     for t in trajectories:
         correct[t.group].append(t.reward is not None and bool(t.info.get("correct")))

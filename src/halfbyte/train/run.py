@@ -14,6 +14,8 @@ from torch import Tensor
 from halfbyte.config import Config, difference
 from halfbyte.envs import Environment, Split, make_env
 from halfbyte.errors import ConfigError, DataError
+from halfbyte.guidance.cache import Shelf
+from halfbyte.guidance.plan import Plan
 from halfbyte.kernels import active
 from halfbyte.learner.learner import Learner
 from halfbyte.models.checkpoint_writer import save_checkpoint
@@ -22,6 +24,7 @@ from halfbyte.models.precision import precision_from
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.objective import delimiter_flags
 from halfbyte.rollout.engine import Engine, EngineOptions
+from halfbyte.train.alignment import make_alignment
 from halfbyte.train.collect import encode_prompt
 from halfbyte.train.run_folder import RunFolder, environment
 from halfbyte.train.state import Progress, latest_checkpoint, load_state
@@ -37,6 +40,7 @@ FREE = (
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.save_trajectories_every",
+    "alignment.memory_mb",
     "train.saved_trajectories",
 )
 #: finite data sets up to this size are checked before the first step
@@ -73,6 +77,7 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
             expected=f"fewer than the model's {arch.max_positions} positions",
         )
     prompt_limit = min(config.env.max_prompt_tokens, room)
+    alignment, guidance = make_alignment(config.alignment, arch, rollout_precision, learner_precision)
     longest = arch.max_positions if env.multi_turn else prompt_limit + config.rollout.max_tokens
     learner = Learner(
         arch,
@@ -86,6 +91,7 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         seed=config.train.seed,
         max_response_tokens=config.rollout.max_tokens,
         n_positions=longest,
+        alignment=alignment,
         delimiters=_delimiters(tokenizer, arch.vocab_size) if config.objective.segmenter == "delimiter" else None,
     )
     progress = Progress()
@@ -110,6 +116,8 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         ),
         kernels=kernels,
         version=progress.version,
+        guidance=guidance if progress.guidance is None else Plan.from_json(progress.guidance),
+        shelf=Shelf(config.alignment.memory_mb, folder.path),
     )
     _check_prompts(env, tokenizer, prompt_limit)
     tracker = make_tracker(config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json())
@@ -120,7 +128,7 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         folder.rewind(progress.step if saved is not None else -1)
         folder.write_json("config.json", config.to_json())
         folder.write_json("environment.json", environment(config.train.seed))
-        trainer = Trainer(config, folder, engine, learner, env, tokenizer, tracker, progress, prompt_limit)
+        trainer = Trainer(config, folder, engine, learner, env, tokenizer, tracker, progress, prompt_limit, guidance)
         with _graceful_stop(trainer):
             complete = trainer.run()
         tracker.finish()

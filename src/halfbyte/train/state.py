@@ -11,6 +11,7 @@ import os
 import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from halfbyte.errors import CheckpointError
 from halfbyte.learner.learner import Learner
@@ -27,12 +28,14 @@ class Progress:
     Arguments:
         step: training steps done.
         version: weight version that the engine serves; it never restarts (miles #2835).
+        guidance: the plan that ``alignment.layers = auto`` has settled on, None before.
         accuracy_before: held-out accuracy before the first step, None if not measured yet.
         wall_seconds, rollout_seconds, learner_seconds: spent so far over all attempts up to this checkpoint.
     """
 
     step: int = 0
     version: int = 0
+    guidance: list[list[Any]] | None = None
     accuracy_before: float | None = None
     wall_seconds: float = 0.0
     rollout_seconds: float = 0.0

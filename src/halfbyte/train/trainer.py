@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from halfbyte.config import Config
 from halfbyte.envs import Environment, Prompt
 from halfbyte.errors import NumericsError, UserError
+from halfbyte.guidance.choice import choose
+from halfbyte.guidance.plan import Plan
 from halfbyte.learner.learner import Learner
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.models.trajectory import SamplingParams, Trajectory
 from halfbyte.rollout.engine import Engine
+from halfbyte.train.alignment import is_automatic
 from halfbyte.train.collect import collect
 from halfbyte.train.evaluate import evaluate
 from halfbyte.train.progress import RunProgress
@@ -31,6 +34,7 @@ class Trainer:
 
     Arguments:
         progress: where to go on; ``Progress()`` for a new run.
+        guidance: what the engine records at first; ``alignment.layers = auto`` narrows it after the first update.
 
     Attributes:
         stop: set it (from a signal handler) to end after the current step with a checkpoint.
@@ -47,10 +51,13 @@ class Trainer:
         tracker: Tracker,
         progress: Progress,
         prompt_limit: int,
+        guidance: Plan,
     ) -> None:
         self.config, self.folder, self.engine, self.learner = config, folder, engine, learner
         self.environment, self.tokenizer, self.tracker, self.progress = environment, tokenizer, tracker, progress
-        self.prompt_limit = prompt_limit
+        self.prompt_limit, self.guidance = prompt_limit, guidance
+        if progress.guidance is not None:
+            self._settle()
         self.stop = False
         self._said: set[str] = set()
         self._since = time.monotonic()
@@ -167,6 +174,7 @@ class Trainer:
         if result.changed:
             progress.version += 1
             self.engine.load_weights(dict(self.learner.parameters.published()), progress.version)
+        self._choose_guidance(display)
         published = time.perf_counter()
         progress.rollout_seconds += rolled - start
         progress.learner_seconds += learned - scored
@@ -180,6 +188,26 @@ class Trainer:
             "time/step": time.perf_counter() - start,
         }
         return row
+
+    def _choose_guidance(self, display: RunProgress) -> None:
+        """Once, after the first update: what ``auto`` keeps."""
+        config, found = self.config.alignment, self.learner.comparisons
+        if not (is_automatic(config) and self.guidance and self.progress.guidance is None and found):
+            return
+        assert config.bytes_per_token is not None
+        arch, precision = self.engine.arch, self.engine.precision
+        plan = choose(self.guidance, found, arch, precision, config.bytes_per_token)
+        self.engine.guide(plan)
+        self.progress.guidance = plan.to_json()
+        self._settle()
+        size = plan.formula_bytes(arch, precision)
+        display.say(f"guidance: {len(plan)} of {len(self.guidance)} places, {size:.1f} bytes a token")
+
+    def _settle(self) -> None:
+        """The plan is fixed: measure for the metrics only from now on."""
+        if self.learner.alignment is not None:
+            tokens = self.config.alignment.measured_tokens
+            self.learner.alignment = replace(self.learner.alignment, thorough=False, measured_tokens=tokens)
 
     def _rows_to_save(self, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
         train, step = self.config.train, self.progress.step

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halfbyte.formats import QuantSpec, QuantTensor
+from halfbyte.formats import Payload, PayloadBits, QuantSpec, QuantTensor
 from halfbyte.kernels import _native
 from halfbyte.kernels import kv as _kv
+from halfbyte.kernels.attention_step import AttentionStep
 from halfbyte.kernels.kv import KvKind, KvLayer
+from halfbyte.kernels.native import attend as _attend
 from halfbyte.kernels.native import attention as _attention
 from halfbyte.kernels.native import experts as _experts
+from halfbyte.kernels.native import guide as _guide
 from halfbyte.kernels.native import kv_store as _kv_store
 from halfbyte.kernels.native import linear as _linear
 from halfbyte.kernels.native import norm as _norm
@@ -24,8 +27,9 @@ from halfbyte.kernels.native import quantise as _quantise
 from halfbyte.kernels.native import rope as _rope
 from halfbyte.kernels.native import sampling as _sampling
 from halfbyte.kernels.native import swiglu as _swiglu
+from halfbyte.kernels.native.buffers import new_zeros
 from halfbyte.kernels.reference.sampling import Sampled
-from halfbyte.kernels.weights import LinearKind, PackedExperts, PackedLinear
+from halfbyte.kernels.weights import ExpertsRecord, LinearKind, PackedExperts, PackedLinear
 
 __all__ = ["NativeKernels", "instruction_sets", "set_thread_count", "thread_count"]
 
@@ -72,6 +76,19 @@ class NativeKernels:
     def fake_quantise(self, x: Tensor, spec: QuantSpec, *, name: str = "tensor") -> Tensor:
         return _quantise.fake_quantise(self._isa, x, spec, name=name)
 
+    def quantise_with_payload(
+        self, x: Tensor, spec: QuantSpec, bits: PayloadBits, *, global_scale: Tensor | None = None, name: str = "tensor"
+    ) -> tuple[QuantTensor, Payload]:
+        return _quantise.quantise_with_payload(self._isa, x, spec, bits, global_scale=global_scale, name=name)
+
+    def payload(self, q: QuantTensor, bits: PayloadBits) -> Payload:
+        return _guide.payload(self._isa, q, bits)
+
+    def guided_round(
+        self, x: Tensor, payload: Payload, *, shift: float = 1.0, guided: Tensor | None = None, name: str = "tensor"
+    ) -> Tensor:
+        return _guide.guided_round(self._isa, x, payload, shift=shift, guided=guided, name=name)
+
     def pack_linear(
         self,
         weight: Tensor | QuantTensor,
@@ -86,8 +103,20 @@ class NativeKernels:
             self._isa, weight, kind, weight_spec=weight_spec, activation_spec=activation_spec, bias=bias, name=name
         )
 
-    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
-        return _linear.linear(self._isa, x, w)
+    def linear(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return _linear.linear(self._isa, x, w, norm, eps, gated, residual)
+
+    def linear_codes(self, q: QuantTensor, w: PackedLinear) -> Tensor:
+        return _linear.linear_codes(self._isa, q, w)
 
     def pack_experts(
         self,
@@ -106,6 +135,9 @@ class NativeKernels:
     def experts(self, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> Tensor:
         return _experts.experts(self._isa, x, expert_ids, gates, w)
 
+    def experts_recorded(self, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> ExpertsRecord:
+        return _experts.experts_recorded(self._isa, x, expert_ids, gates, w)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _norm.rms_norm(x, weight, eps, isa=self._isa)
 
@@ -118,7 +150,7 @@ class NativeKernels:
     def new_kv_layer(
         self, n_pages: int, page_size: int, n_kv: int, head_dim: int, kind: KvKind, spec: QuantSpec | None = None
     ) -> KvLayer:
-        return _kv.new_kv_layer(n_pages, page_size, n_kv, head_dim, kind, spec)
+        return _kv.new_kv_layer(n_pages, page_size, n_kv, head_dim, kind, spec, zeros=new_zeros)
 
     def store_kv(self, layer: KvLayer, k: Tensor, v: Tensor, slots: Tensor) -> None:
         _kv_store.store_kv(layer, k, v, slots, isa=self._isa)
@@ -130,6 +162,18 @@ class NativeKernels:
         self, q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor, scale: float
     ) -> Tensor:
         return _attention.attention(q, layer, page_table, query_start, context_len, scale, isa=self._isa)
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: KvLayer,
+        step: AttentionStep,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        return _attend.attend(self, qkv, layer, step, q_norm, k_norm, eps, isa=self._isa)
 
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
         return _sampling.log_softmax(logits, temperature, isa=self._isa)

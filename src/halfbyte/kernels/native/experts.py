@@ -10,17 +10,20 @@ from halfbyte.formats import QuantSpec, QuantTensor
 from halfbyte.kernels import _native
 from halfbyte.kernels.native.linear import PanelStore, pack_stack
 from halfbyte.kernels.native.quantise import quantise, rule_of
+from halfbyte.kernels.reference.experts import merge_codes
 from halfbyte.kernels.reference.swiglu import swiglu
 from halfbyte.kernels.weights import (
+    ExpertsRecord,
     LinearKind,
     PackedExperts,
     check_kind,
+    check_recordable,
     check_routing,
     experts_shape,
     row_global_scale,
 )
 
-__all__ = ["experts", "pack_experts"]
+__all__ = ["experts", "experts_recorded", "pack_experts"]
 
 
 def _quantised(isa: int, weight: Tensor | QuantTensor, spec: QuantSpec, name: str) -> QuantTensor:
@@ -84,19 +87,59 @@ def experts(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExp
     x, expert_ids, gates = x.contiguous(), expert_ids.contiguous(), gates.contiguous()
     rule = None if w.activation_spec is None else rule_of(w.activation_spec)
     if w.activation_spec is not None and rule is None:
-        return _experts_by_codes(isa, x, expert_ids, gates, w)
+        return _experts_by_codes(isa, x, expert_ids, gates, w).output
     bad = _native.experts(
         isa, w.gate_up.view, w.down.view, rule, w.n_experts, x.data_ptr(), expert_ids.data_ptr(), gates.data_ptr(),
         tokens, slots, out.data_ptr(),
     )  # fmt: skip
+    _refuse_bad_row(bad, tokens, slots, w.name)
+    return out
+
+
+def experts_recorded(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> ExpertsRecord:
+    """:func:`experts` with the codes of its two activations; errors as in ``reference.experts.experts_recorded``."""
+    check_recordable(w.kind, w.name)
+    check_routing(x, expert_ids, gates, w)
+    if not isinstance(w.gate_up, PanelStore) or not isinstance(w.down, PanelStore):
+        raise ShapeError(
+            "these experts were packed by other kernels", where=w.name, expected="experts packed by these kernels"
+        )
+    x, expert_ids, gates, spec = x.contiguous(), expert_ids.contiguous(), gates.contiguous(), w.activation_spec
+    assert spec is not None
+    rule = rule_of(spec)
+    tokens, slots = expert_ids.shape
+    if rule is None or tokens * slots == 0:
+        return _experts_by_codes(isa, x, expert_ids, gates, w)
+    out = torch.empty(tokens, w.hidden)
+    inputs = _empty_codes((tokens, w.hidden), spec)
+    middle = _empty_codes((tokens, slots, w.intermediate), spec)
+    bad = _native.experts_recorded(
+        isa, w.gate_up.view, w.down.view, rule, w.n_experts, x.data_ptr(), expert_ids.data_ptr(), gates.data_ptr(),
+        tokens, slots, out.data_ptr(),
+        *(t.data_ptr() for q in (inputs, middle) for t in (q.codes, q.scales, q.global_scale)),
+    )  # fmt: skip
+    _refuse_bad_row(bad, tokens, slots, w.name)
+    return ExpertsRecord(out, inputs, middle)
+
+
+def _empty_codes(shape: tuple[int, ...], spec: QuantSpec) -> QuantTensor:
+    lead, k = shape[:-1], shape[-1]
+    return QuantTensor(
+        torch.empty((*lead, k // 2), dtype=torch.uint8),
+        torch.empty((*lead, k // spec.block), dtype=torch.uint8),
+        torch.empty(lead if spec.global_scale == "token" else ()),
+        spec,
+        shape,
+    )
+
+
+def _refuse_bad_row(bad: int, tokens: int, slots: int, name: str) -> None:
+    """``bad`` is the first row with NaN or infinity, tokens first, then (token, slot) pairs; -1 for none."""
     if bad >= 0:
         where = (
-            f"{w.name} input, token {bad}"
-            if bad < tokens
-            else f"{w.name} intermediate, token {(bad - tokens) // slots}"
+            f"{name} input, token {bad}" if bad < tokens else f"{name} intermediate, token {(bad - tokens) // slots}"
         )
         raise NumericsError("NaN or infinity before a quantiser", where=where, expected="finite numbers")
-    return out
 
 
 def _product(isa: int, q: QuantTensor, view: _native.Panels, n: int) -> Tensor:
@@ -108,7 +151,7 @@ def _product(isa: int, q: QuantTensor, view: _native.Panels, n: int) -> Tensor:
     return out
 
 
-def _experts_by_codes(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> Tensor:
+def _experts_by_codes(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> ExpertsRecord:
     """The same for an activation spec whose quantiser only the reference has: expert by expert, from codes."""
     assert isinstance(w.gate_up, PanelStore)
     assert isinstance(w.down, PanelStore)
@@ -117,6 +160,7 @@ def _experts_by_codes(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w:
     a = quantise(isa, x, w.activation_spec, name=f"{w.name} input")
     g = row_global_scale(a.global_scale, (tokens,))
     parts = torch.zeros(tokens * slots, w.hidden)
+    recorded = []
     flat = expert_ids.reshape(-1)
     for e in torch.unique(flat).tolist():
         where = (flat == e).nonzero().squeeze(1)
@@ -124,8 +168,9 @@ def _experts_by_codes(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w:
         picked = QuantTensor(a.codes[rows], a.scales[rows], g[rows], a.spec, (len(rows), w.hidden))
         both = _product(isa, picked, w.gate_up.view.expert(e), 2 * w.intermediate)
         inner = quantise(isa, swiglu(both), w.activation_spec, name=f"{w.name}.{e} intermediate")
+        recorded.append((where, inner))
         parts[where] = _product(isa, inner, w.down.view.expert(e), w.hidden)
     y = torch.zeros(tokens, w.hidden)
     for j in range(slots):
         y += gates[:, j : j + 1] * parts.view(tokens, slots, w.hidden)[:, j]
-    return y
+    return ExpertsRecord(y, a, merge_codes(recorded, w.activation_spec, (tokens, slots, w.intermediate)))

@@ -11,18 +11,22 @@ from halfbyte import formats
 from halfbyte.errors import ShapeError
 from halfbyte.formats import QuantSpec, QuantTensor
 from halfbyte.kernels import _native
+from halfbyte.kernels.native.buffers import as_buffer, new_buffer
+from halfbyte.kernels.native.norm import rms_norm
 from halfbyte.kernels.native.quantise import quantise, rule_of
+from halfbyte.kernels.native.swiglu import swiglu
 from halfbyte.kernels.weights import (
     LinearKind,
     PackedLinear,
+    check_around,
     check_bias,
-    check_input,
+    check_codes,
     check_kind,
     matrix_shape,
     row_global_scale,
 )
 
-__all__ = ["PanelStore", "linear", "pack_linear", "pack_stack"]
+__all__ = ["PanelStore", "linear", "linear_codes", "pack_linear", "pack_stack"]
 
 _KINDS: dict[str, int] = {"fp32": 0, "bf16": 1, "w4a16": 2, "w4a4": 3}
 _PANEL = 16
@@ -98,8 +102,8 @@ def pack_stack(
     codes = scales = row_scale = dense = None
     if isinstance(weight, QuantTensor):
         block = weight.spec.block
-        codes = torch.empty(count, panels, k // 16, 128, dtype=torch.uint8)
-        scales = torch.empty(count, panels, k // block, _PANEL, dtype=torch.uint8)
+        codes = new_buffer((count, panels, k // 16, 128), torch.uint8)
+        scales = new_buffer((count, panels, k // block, _PANEL), torch.uint8)
         rows = weight.codes.reshape(count, n, k // 2).contiguous()
         row_scales = weight.scales.reshape(count, n, k // block).contiguous()
         for e in range(count):
@@ -112,7 +116,8 @@ def pack_stack(
         step = 1 if kind == "fp32" else 2
         cast = weight.detach().to(torch.float32 if kind == "fp32" else torch.bfloat16).reshape(count, n, k)
         full = torch.nn.functional.pad(cast, (0, -k % step, 0, panels * _PANEL - n))
-        dense = full.view(count, panels, _PANEL, -1, step).permute(0, 1, 3, 2, 4).contiguous()
+        dense = new_buffer((count, panels, full.shape[-1] // step, _PANEL, step), full.dtype)
+        dense.copy_(full.view(count, panels, _PANEL, -1, step).permute(0, 1, 3, 2, 4))
     view = _native.Panels(
         _KINDS[kind],
         1 if spec is not None and spec.format == "mxfp4" else 0,
@@ -156,28 +161,54 @@ def pack_linear(
     )
 
 
-def linear(isa: int, x: Tensor, w: PackedLinear) -> Tensor:
+def linear(
+    isa: int,
+    x: Tensor,
+    w: PackedLinear,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
     """``x [M, K] float32 -> [M, N] float32``; definition and errors as in ``reference.linear.linear``."""
     store = w.store
     if not isinstance(store, PanelStore):
         raise ShapeError(
             "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
         )
-    check_input(x, w.k, w.name)
-    rows = x.shape[0]
-    out = torch.empty(rows, w.n)
-    if rows == 0 or w.n == 0:
-        return out
-    x = x.contiguous()
+    width = check_around(x, w, norm, gated, residual)
     rule = None if w.activation_spec is None else rule_of(w.activation_spec)
     if w.activation_spec is not None and rule is None:
-        q = quantise(isa, x, w.activation_spec, name=f"{w.name} input")
-        g = row_global_scale(q.multiplier(), (rows,))
-        _native.linear_codes(
-            isa, store.view, q.codes.data_ptr(), q.scales.data_ptr(), g.data_ptr(), rows, out.data_ptr()
-        )
+        rows = x if norm is None else rms_norm(x, norm, eps, isa=isa)
+        y = linear_codes(isa, quantise(isa, rows, w.activation_spec, name=f"{w.name} input"), w)
+        if gated:
+            y = swiglu(y, isa=isa)
+        return y if residual is None else residual + y
+    out = new_buffer((len(x), width))
+    if out.numel() == 0:
         return out
-    if _native.linear(isa, store.view, rule, x.data_ptr(), rows, out.data_ptr()) >= 0:
+    x = as_buffer(x)
+    norm, residual = (None if t is None else as_buffer(t) for t in (norm, residual))
+    around = (0 if norm is None else norm.data_ptr(), eps, gated, 0 if residual is None else residual.data_ptr())
+    if _native.linear(isa, store.view, rule, x.data_ptr(), len(x), out.data_ptr(), *around) >= 0:
         assert w.activation_spec is not None
-        formats.quantise(x, w.activation_spec, name=f"{w.name} input")  # raises, with the message of the definition
+        rows = x if norm is None else rms_norm(x, norm, eps, isa=isa)
+        formats.quantise(rows, w.activation_spec, name=f"{w.name} input")  # raises, with the message of the definition
+    return out
+
+
+def linear_codes(isa: int, q: QuantTensor, w: PackedLinear) -> Tensor:
+    """``q [M, K]`` quantised by ``w.activation_spec -> [M, N] float32``; errors as in ``reference.linear.linear_codes``."""
+    check_codes(q, w)
+    store = w.store
+    if not isinstance(store, PanelStore):
+        raise ShapeError(
+            "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
+        )
+    rows = q.shape[0]
+    out = torch.empty(rows, w.n)
+    if rows and w.n:
+        g = row_global_scale(q.multiplier(), (rows,))
+        codes, scales = q.codes.contiguous(), q.scales.contiguous()
+        _native.linear_codes(isa, store.view, codes.data_ptr(), scales.data_ptr(), g.data_ptr(), rows, out.data_ptr())
     return out

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from halfbyte import formats
-from halfbyte.formats import QuantSpec, QuantTensor, get_spec
+from halfbyte.formats import Payload, PayloadBits, QuantSpec, QuantTensor, get_spec, payload_of
 from halfbyte.formats.global_scale import check_global
+from halfbyte.formats.residues import check_bits
 from halfbyte.kernels import _native
+from halfbyte.kernels.native.buffers import new_buffer
 
-__all__ = ["dequantise", "fake_quantise", "quantise", "rule_of"]
+__all__ = ["dequantise", "fake_quantise", "quantise", "quantise_with_payload", "rule_of"]
 
 _MODES = {"tensor": 0, "token": 1, "constant": 2, "none": 3}
 _FLOATS = (torch.float32, torch.bfloat16)
@@ -40,13 +42,23 @@ def quantise(
     isa: int, x: Tensor, spec: QuantSpec, *, global_scale: Tensor | None = None, name: str = "tensor"
 ) -> QuantTensor:
     """See :func:`halfbyte.formats.quantise`."""
+    return quantise_with_payload(isa, x, spec, 4, global_scale=global_scale, name=name)[0]
+
+
+def quantise_with_payload(
+    isa: int, x: Tensor, spec: QuantSpec, bits: PayloadBits, *, global_scale: Tensor | None = None, name: str = "tensor"
+) -> tuple[QuantTensor, Payload]:
+    """The quantised tensor and what it tells a learner in ``bits`` a value, in one pass."""
+    check_bits(bits)
     rule = _native_input(x, spec)
     if rule is None:
-        return formats.quantise(x, spec, global_scale=global_scale, name=name)
+        q = formats.quantise(x, spec, global_scale=global_scale, name=name)
+        return q, payload_of(q, bits)
     v = x.detach().contiguous()
     leading, k = v.shape[:-1], v.shape[-1]
-    codes = torch.empty((*leading, k // 2), dtype=torch.uint8)
+    codes = new_buffer((*leading, k // 2), torch.uint8)
     scales = torch.empty((*leading, k // spec.block), dtype=torch.uint8)
+    told = codes if bits == 4 else torch.empty((*leading, k * bits // 8), dtype=torch.uint8)
     if global_scale is None:
         stored = torch.empty(leading if spec.global_scale == "token" else ())
         given, count = 0, 0
@@ -56,10 +68,12 @@ def quantise(
     bad = _native.quantise(
         isa, rule, v.data_ptr(), v.dtype == torch.bfloat16, v.numel() // k, k, given, count,
         codes.data_ptr(), scales.data_ptr(), stored.data_ptr() if global_scale is None else 0,
+        0 if bits == 4 else bits, told.data_ptr(),
     )  # fmt: skip
     if bad >= 0:
         formats.quantise(x, spec, global_scale=global_scale, name=name)  # raises, with the message of the definition
-    return QuantTensor(codes, scales, stored, spec, tuple(x.shape))
+    shape = tuple(x.shape)
+    return QuantTensor(codes, scales, stored, spec, shape), Payload(told, scales, stored, spec, bits, shape)
 
 
 def dequantise(isa: int, q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -74,7 +88,7 @@ def dequantise(isa: int, q: QuantTensor, dtype: torch.dtype = torch.float32) -> 
     if not native:
         return formats.dequantise(q, dtype)
     k = q.shape[-1]
-    out = torch.empty(q.shape, dtype=dtype)
+    out = new_buffer(q.shape, dtype)
     codes, scales, g = q.codes.contiguous(), q.scales.contiguous(), q.multiplier().contiguous()
     _native.dequantise(
         isa, 0 if q.spec.format == "nvfp4" else 1, codes.data_ptr(), scales.data_ptr(), g.data_ptr(), g.numel(),
@@ -90,7 +104,7 @@ def fake_quantise(isa: int, x: Tensor, spec: QuantSpec, *, name: str = "tensor")
         q = formats.quantise(x, spec, name=name)
         return dequantise(isa, q, x.dtype)
     v = x.detach().contiguous()
-    out = torch.empty(v.shape, dtype=v.dtype)
+    out = new_buffer(v.shape, v.dtype)
     k = v.shape[-1]
     bad = _native.fake_quantise(isa, rule, v.data_ptr(), v.dtype == torch.bfloat16, v.numel() // k, k, out.data_ptr())
     if bad >= 0:

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halfbyte.formats import QuantSpec, QuantTensor
+from halfbyte.formats import Payload, PayloadBits, QuantSpec, QuantTensor, payload_of
 from halfbyte.kernels import kv as _kv
+from halfbyte.kernels.attention_step import AttentionStep
 from halfbyte.kernels.kv import KvKind, KvLayer
+from halfbyte.kernels.reference import attend as _attend
 from halfbyte.kernels.reference import attention as _attention
 from halfbyte.kernels.reference import experts as _experts
+from halfbyte.kernels.reference import guide as _guide
 from halfbyte.kernels.reference import kv_store as _kv_store
 from halfbyte.kernels.reference import linear as _linear
 from halfbyte.kernels.reference import norm as _norm
@@ -20,7 +23,7 @@ from halfbyte.kernels.reference import rope as _rope
 from halfbyte.kernels.reference import sampling as _sampling
 from halfbyte.kernels.reference import swiglu as _swiglu
 from halfbyte.kernels.reference.sampling import Sampled
-from halfbyte.kernels.weights import LinearKind, PackedExperts, PackedLinear
+from halfbyte.kernels.weights import ExpertsRecord, LinearKind, PackedExperts, PackedLinear
 
 __all__ = ["ReferenceKernels"]
 
@@ -43,6 +46,19 @@ class ReferenceKernels:
     def fake_quantise(self, x: Tensor, spec: QuantSpec, *, name: str = "tensor") -> Tensor:
         return _quantise.fake_quantise(x, spec, name=name)
 
+    def quantise_with_payload(
+        self, x: Tensor, spec: QuantSpec, bits: PayloadBits, *, global_scale: Tensor | None = None, name: str = "tensor"
+    ) -> tuple[QuantTensor, Payload]:
+        return _guide.quantise_with_payload(x, spec, bits, global_scale=global_scale, name=name)
+
+    def payload(self, q: QuantTensor, bits: PayloadBits) -> Payload:
+        return payload_of(q, bits)
+
+    def guided_round(
+        self, x: Tensor, payload: Payload, *, shift: float = 1.0, guided: Tensor | None = None, name: str = "tensor"
+    ) -> Tensor:
+        return _guide.guided_round(x, payload, shift=shift, guided=guided, name=name)
+
     def pack_linear(
         self,
         weight: Tensor | QuantTensor,
@@ -57,8 +73,20 @@ class ReferenceKernels:
             weight, kind, weight_spec=weight_spec, activation_spec=activation_spec, bias=bias, name=name
         )
 
-    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
-        return _linear.linear(x, w)
+    def linear(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return _linear.linear(x, w, norm, eps, gated, residual)
+
+    def linear_codes(self, q: QuantTensor, w: PackedLinear) -> Tensor:
+        return _linear.linear_codes(q, w)
 
     def pack_experts(
         self,
@@ -76,6 +104,9 @@ class ReferenceKernels:
 
     def experts(self, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> Tensor:
         return _experts.experts(x, expert_ids, gates, w, swiglu=self.swiglu)
+
+    def experts_recorded(self, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts) -> ExpertsRecord:
+        return _experts.experts_recorded(x, expert_ids, gates, w, swiglu=self.swiglu)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _norm.rms_norm(x, weight, eps)
@@ -101,6 +132,18 @@ class ReferenceKernels:
         self, q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor, scale: float
     ) -> Tensor:
         return _attention.attention(q, layer, page_table, query_start, context_len, scale)
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: KvLayer,
+        step: AttentionStep,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        return _attend.attend(self, qkv, layer, step, q_norm, k_norm, eps)
 
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
         return _sampling.log_softmax(logits, temperature)

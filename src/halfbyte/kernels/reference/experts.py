@@ -7,7 +7,7 @@ a per-token global scale, so a token's result does not depend on what shares its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,17 +15,20 @@ from torch import Tensor
 
 from halfbyte.errors import ShapeError
 from halfbyte.formats import QuantSpec, QuantTensor, quantise
+from halfbyte.formats.global_scale import fixed_global
 from halfbyte.kernels.reference.linear import RowStore, matrix_product, row_store, w4a4_product
 from halfbyte.kernels.weights import (
+    ExpertsRecord,
     LinearKind,
     PackedExperts,
     check_kind,
+    check_recordable,
     check_routing,
     experts_shape,
     row_global_scale,
 )
 
-__all__ = ["ExpertRows", "experts", "pack_experts"]
+__all__ = ["ExpertRows", "experts", "experts_recorded", "merge_codes", "pack_experts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +100,46 @@ def experts(
         ShapeError: tensors that do not fit ``w`` or each other, or an expert id outside ``[0, E)``.
         NumericsError: ``x`` or an intermediate holds NaN or infinity (w4a4).
     """
+    return _run(x, expert_ids, gates, w, swiglu)[0]
+
+
+def experts_recorded(
+    x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts, *, swiglu: Callable[[Tensor], Tensor]
+) -> ExpertsRecord:
+    """:func:`experts` with the codes of its input and its intermediate.
+
+    Raises:
+        ConfigError: ``w`` is not w4a4. Otherwise as :func:`experts`.
+    """
+    check_recordable(w.kind, w.name)
+    y, inputs, parts = _run(x, expert_ids, gates, w, swiglu)
+    assert inputs is not None
+    assert w.activation_spec is not None
+    return ExpertsRecord(y, inputs, merge_codes(parts, w.activation_spec, (*expert_ids.shape, w.intermediate)))
+
+
+def merge_codes(
+    parts: Sequence[tuple[Tensor, QuantTensor]], spec: QuantSpec, shape: tuple[int, int, int]
+) -> QuantTensor:
+    """Codes of ``shape`` = ``[M, k, I]`` from ``(pairs, codes [pairs, I])`` of each expert; ``pairs`` are indices into M * k."""
+    pairs, width = shape[0] * shape[1], shape[2]
+    codes = torch.zeros(pairs, width // 2, dtype=torch.uint8)
+    scales = torch.zeros(pairs, width // spec.block, dtype=torch.uint8)
+    per_row = spec.global_scale == "token"
+    g = torch.ones(pairs) if per_row else fixed_global(spec)
+    for where, q in parts:
+        codes[where], scales[where] = q.codes, q.scales
+        if per_row:
+            g[where] = q.global_scale
+    lead = shape[:2]
+    codes, scales = codes.view(*lead, width // 2), scales.view(*lead, width // spec.block)
+    return QuantTensor(codes, scales, g.view(lead) if per_row else g, spec, shape)
+
+
+def _run(
+    x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts, swiglu: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, QuantTensor | None, list[tuple[Tensor, QuantTensor]]]:
+    """The output, the codes of ``x`` and, expert by expert, routed pairs with the codes of their intermediates (w4a4)."""
     check_routing(x, expert_ids, gates, w)
     if not isinstance(w.gate_up, ExpertRows) or not isinstance(w.down, ExpertRows):
         raise ShapeError(
@@ -106,6 +149,7 @@ def experts(
     x = x.detach()
     a = quantise(x, w.activation_spec, name=f"{w.name} input") if w.activation_spec is not None else None
     parts = torch.zeros(tokens * slots, w.hidden)
+    recorded: list[tuple[Tensor, QuantTensor]] = []
     flat = expert_ids.reshape(-1)
     for e in torch.unique(flat).tolist():
         where = (flat == e).nonzero().squeeze(1)
@@ -113,14 +157,15 @@ def experts(
         if a is not None:
             scale = row_global_scale(a.global_scale, (tokens,))[rows]
             picked = QuantTensor(a.codes[rows], a.scales[rows], scale, a.spec, (len(rows), w.hidden))
-            both = w4a4_product(picked, w.gate_up.rows[e])
+            inner = quantise(
+                swiglu(w4a4_product(picked, w.gate_up.rows[e])), a.spec, name=f"{w.name}.{e} intermediate input"
+            )
+            recorded.append((where, inner))
+            parts[where] = w4a4_product(inner, w.down.rows[e])
         else:
             both = matrix_product(x[rows], w.gate_up.rows[e], w.kind, None, w.name)
-        parts[where] = matrix_product(
-            swiglu(both), w.down.rows[e], w.kind, w.activation_spec, f"{w.name}.{e} intermediate"
-        )
-    parts = parts.view(tokens, slots, w.hidden)
+            parts[where] = matrix_product(swiglu(both), w.down.rows[e], w.kind, None, w.name)
     y = torch.zeros(tokens, w.hidden)
     for j in range(slots):
-        y += gates[:, j : j + 1] * parts[:, j]
-    return y
+        y += gates[:, j : j + 1] * parts.view(tokens, slots, w.hidden)[:, j]
+    return y, a, recorded

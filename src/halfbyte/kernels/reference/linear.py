@@ -23,17 +23,20 @@ from torch import Tensor
 
 from halfbyte.errors import ShapeError
 from halfbyte.formats import QuantSpec, QuantTensor, decode_e2m1, quantise, unpack_codes
+from halfbyte.kernels.reference.norm import rms_norm
+from halfbyte.kernels.reference.swiglu import swiglu
 from halfbyte.kernels.weights import (
     LinearKind,
     PackedLinear,
+    check_around,
     check_bias,
-    check_input,
+    check_codes,
     check_kind,
     matrix_shape,
     row_global_scale,
 )
 
-__all__ = ["RowStore", "linear", "matrix_product", "pack_linear", "row_store"]
+__all__ = ["RowStore", "linear", "linear_codes", "matrix_product", "pack_linear", "row_store"]
 
 _CHUNK = 1 << 24  # elements of the block dots held at once
 
@@ -172,17 +175,46 @@ def w4a4_product(a: QuantTensor, store: RowStore) -> Tensor:
     return acc * ((token * store.row_multiplier) * 0.25)
 
 
-def linear(x: Tensor, w: PackedLinear) -> Tensor:
-    """``x [M, K] float32 -> [M, N] float32``.
+def linear(
+    x: Tensor,
+    w: PackedLinear,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``x [M, K] float32 -> [M, N] float32``, or ``[M, N / 2]`` when gated.
 
+    Arguments:
+        norm, eps: the rows go through RMSNorm with this weight ``[K]`` first.
+        gated: the result goes through SwiGLU, the first half of the outputs being the gate.
+        residual: added to the result, last.
     Raises:
-        ShapeError: ``x`` is not float32 ``[M, w.k]``, or ``w`` was packed by another implementation.
+        ShapeError: see :func:`halfbyte.kernels.weights.check_around`; or ``w`` was packed by another implementation.
         NumericsError: ``x`` holds NaN or infinity (w4a4).
     """
-    check_input(x, w.k, w.name)
+    check_around(x, w, norm, gated, residual)
     if not isinstance(w.store, RowStore):
         raise ShapeError(
             "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
         )
-    y = matrix_product(x.detach(), w.store, w.kind, w.activation_spec, w.name)
+    rows = x.detach() if norm is None else rms_norm(x.detach(), norm, eps)
+    y = matrix_product(rows, w.store, w.kind, w.activation_spec, w.name)
+    y = y if w.bias is None else y + w.bias
+    y = swiglu(y) if gated else y
+    return y if residual is None else residual + y
+
+
+def linear_codes(q: QuantTensor, w: PackedLinear) -> Tensor:
+    """``q [M, K]`` quantised by ``w.activation_spec -> [M, N] float32``, the bits of :func:`linear` of what ``q`` came from.
+
+    Raises:
+        ConfigError, ShapeError, SpecMismatchError: see :func:`halfbyte.kernels.weights.check_codes`.
+    """
+    check_codes(q, w)
+    if not isinstance(w.store, RowStore):
+        raise ShapeError(
+            "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
+        )
+    y = w4a4_product(q, w.store)
     return y if w.bias is None else y + w.bias
