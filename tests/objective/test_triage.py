@@ -549,6 +549,21 @@ def test_many_short_segments_that_agree_are_found_and_undirected_ones_of_any_siz
         assert not bool(found.selected.any())
 
 
+@pytest.mark.parametrize(("contracting", "found"), [(0, 40), (3, 40), (10, 0), (40, 0)])
+def test_contraction_beyond_a_tenth_of_the_candidates_takes_them_all_back(contracting: int, found: int) -> None:
+    """Even where the two counts differ far beyond chance: too many of the candidates would be chance ones."""
+    random = torch.Generator().manual_seed(1)
+    gap = 0.03 * torch.randn(1200, generator=random)
+    gap[: 40 * 6] -= 0.8
+    gap[40 * 6 : (40 + contracting) * 6] += 0.8
+    ones = torch.ones(1200)
+    tokens = CorrectionInput(
+        gap=gap, advantages=-ones, mask=ones > 0, sequence_index=torch.arange(200).repeat_interleave(6)
+    )
+    triage = Triage(q_max=1.0).with_state({"loc": 0.012, "scale": 0.01, "length": 6.0, "batches": 8.0})
+    assert int(triage.diagnose(tokens).selected.sum()) == found
+
+
 @pytest.mark.parametrize("count", [1, 2, 5, 12])
 def test_the_p_value_bounds_the_exact_chance_of_random_signs(count: int) -> None:
     """All 2^n signs of random weights are counted."""
