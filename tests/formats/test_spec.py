@@ -14,7 +14,8 @@ from halfbyte.errors import ConfigError
 from halfbyte.formats import SPECS, QuantSpec, first_difference, get_spec, quantise
 
 NAMES = {
-    "halfbyte", "halfbyte_token", "halfbyte_kv", "halfbyte_2d", "halfbyte_frozen", "halfbyte_hysteretic", "torchao", "modelopt", "compressed_tensors",
+    "halfbyte", "halfbyte_token", "halfbyte_kv", "halfbyte_2d",
+    "halfbyte_frozen", "halfbyte_hysteretic", "torchao", "modelopt", "compressed_tensors",
     "fouroversix_static6", "fouroversix_mse", "mx_floor", "mx_even", "mx_rceil", "mx_modelopt", "mx_naive",
 }  # fmt: skip
 
