@@ -1,0 +1,158 @@
+"""Preparing: everything that can be found wrong with a delta is found here, before a byte of the weights is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from halfbyte.errors import RefitError
+from halfbyte.refit.arrays import Bytes
+from halfbyte.refit.codec.blocks import block_hash, element_count
+from halfbyte.refit.codec.delta import STREAMS, BlockKind, Coding, TensorDelta
+from halfbyte.refit.codec.element import Element, element_of
+from halfbyte.refit.codec.kernels import CodecKernels, Marked, kernels
+from halfbyte.refit.codec.streams import Unpacker
+
+__all__ = ["BlockState", "Body", "Prepared", "block_state", "check_fits", "decode", "prepare"]
+
+#: A block's decoded content: marks and values, or bytes (XOR planes, raw bytes, one element); None for a noop.
+Body = Marked | Bytes | None
+
+
+class BlockState(IntEnum):
+    """What a block of the weights is, by its hash."""
+
+    UNCHANGED = 0  # the delta leaves it alone (its hash is looked at in an audit only)
+    READY = 1  # it is the base: apply
+    DONE = 2  # it is the target already
+    DAMAGED = 3  # neither: repair this block
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A delta that was decoded and checked against the weights it is for.
+
+    ``states``: one a block. ``bodies``: what to write, None where nothing is to be written.
+    """
+
+    delta: TensorDelta
+    states: tuple[BlockState, ...]
+    bodies: tuple[Body, ...]
+
+    def blocks(self, state: BlockState) -> tuple[int, ...]:
+        """Numbers of the blocks in that state."""
+        return tuple(index for index, found in enumerate(self.states) if found is state)
+
+    @property
+    def damaged(self) -> tuple[int, ...]:
+        """Blocks that are neither base nor target."""
+        return self.blocks(BlockState.DAMAGED)
+
+
+def prepare(
+    dtype: str,
+    data: Bytes,
+    delta: TensorDelta,
+    *,
+    audit: bool = False,
+    where: str = "delta",
+    with_kernels: CodecKernels | None = None,
+) -> Prepared:
+    """Decode a delta, check its streams and compare every block's hash. Reads ``data`` and writes nothing.
+
+    Arguments:
+        dtype, data: the tensor, uint8 [n_bytes].
+        audit: also hash the blocks that the delta leaves alone.
+        where: for messages: the object and tensor.
+    Raises:
+        RefitError: the delta is for another dtype or length, or its streams are damaged.
+    """
+    check_fits(dtype, data, delta, where)
+    use = with_kernels or kernels()
+    element, unpacker = element_of(dtype), Unpacker()
+    states, bodies = [], []
+    offsets = stream_offsets(delta)
+    for index in range(len(delta.table)):
+        begin, end = delta.span(index)
+        state = block_state(delta, index, data[begin:end], audit=audit)
+        body = None
+        if state is not BlockState.UNCHANGED:
+            body = _decode_block(delta, index, offsets[index], element, unpacker, use, where)
+        states.append(state)
+        bodies.append(body if state is BlockState.READY else None)
+    return Prepared(delta, tuple(states), tuple(bodies))
+
+
+def decode(delta: TensorDelta, *, where: str = "delta", with_kernels: CodecKernels | None = None) -> tuple[Body, ...]:
+    """Decompress and check all streams without the weights they are for.
+
+    Raises:
+        RefitError: a damaged stream.
+    """
+    use, element, unpacker, offsets = with_kernels or kernels(), element_of(delta.dtype), Unpacker(), stream_offsets(delta)
+    return tuple(
+        _decode_block(delta, index, offsets[index], element, unpacker, use, where) for index in range(len(delta.table))
+    )
+
+
+def check_fits(dtype: str, data: Bytes, delta: TensorDelta, where: str) -> None:
+    """The delta is for a tensor of this dtype and length."""
+    if delta.dtype != dtype or delta.elements != element_count(dtype, data.size):
+        raise RefitError(
+            f"the delta is for {delta.elements} elements of {delta.dtype}",
+            where=where,
+            expected=f"{element_count(dtype, data.size)} elements of {dtype}",
+        )
+
+
+def block_state(delta: TensorDelta, index: int, block: Bytes, *, audit: bool = False) -> BlockState:
+    """What a block of the weights is."""
+    row = delta.table[index]
+    if row["kind"] == BlockKind.NOOP:
+        good = not audit or block_hash(block) == row["base"]
+        return BlockState.UNCHANGED if good else BlockState.DAMAGED
+    found = block_hash(block)
+    return BlockState.READY if found == row["base"] else BlockState.DONE if found == row["target"] else BlockState.DAMAGED
+
+
+def stream_offsets(delta: TensorDelta) -> list[int]:
+    """Where each block's first stream begins in the payload."""
+    ends = np.cumsum(delta.table["stored"].sum(1, dtype=np.int64))
+    return [0, *ends.tolist()]
+
+
+def _decode_block(
+    delta: TensorDelta,
+    index: int,
+    offset: int,
+    element: Element,
+    unpacker: Unpacker,
+    use: CodecKernels,
+    where: str,
+) -> Body:
+    row = delta.table[index]
+    kind = row["kind"]
+    if kind == BlockKind.NOOP:
+        return None
+    where = f"{where}, block {index}"
+    streams, zstd = [], int(row["zstd"])
+    for s, (raw, stored) in enumerate(zip(row["raw"].tolist(), row["stored"].tolist(), strict=True)):
+        streams.append(unpacker.unpack(delta.payload[offset : offset + stored], bool(zstd >> s & 1), raw, where=where))
+        offset += stored
+    assert len(streams) == STREAMS
+    if kind in (BlockKind.XOR, BlockKind.RAW):
+        return streams[0]
+    elements = min(delta.block, delta.elements - index * delta.block)
+    if kind == BlockKind.FILL:
+        good, body = element.bits >= 8 or streams[0][0] < 16, streams[0]
+        if not good:
+            raise RefitError("unusable delta: a fill of more than 4 bits", where=where)
+        return body
+    marked = Marked(int(row["changed"]), *streams[:3])
+    check = use.check_sparse if kind == BlockKind.SPARSE else use.check_bitmask
+    if not check(element, marked, elements):
+        raise RefitError("unusable delta: positions or values that do not fit the block", where=where, fix="fetch it again")
+    assert row["coding"] == Coding.PLAIN
+    return marked
