@@ -56,9 +56,13 @@ class TensorInfo:
                 f"tensor {self.name!r} has unknown dtype {self.dtype!r}", expected="one of " + ", ".join(DTYPE_BITS)
             )
         if any(type(size) is not int or size < 0 for size in self.shape) or self.elements * 8 > _MOST:
-            raise RefitError(f"tensor {self.name!r} has shape {list(self.shape)}", expected="sizes >= 0, below 2**60 in all")
+            raise RefitError(
+                f"tensor {self.name!r} has shape {list(self.shape)}", expected="sizes >= 0, below 2**60 in all"
+            )
         if self.elements * DTYPE_BITS[self.dtype] % 8:
-            raise RefitError(f"tensor {self.name!r} has an odd number of 4-bit codes", where=f"shape {list(self.shape)}")
+            raise RefitError(
+                f"tensor {self.name!r} has an odd number of 4-bit codes", where=f"shape {list(self.shape)}"
+            )
 
     @property
     def elements(self) -> int:

@@ -12,7 +12,7 @@ from halfbyte.refit.codec.blocks import block_hash
 from halfbyte.refit.codec.delta import BlockKind, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
 from halfbyte.refit.codec.kernels import CodecKernels, Marked, kernels
-from halfbyte.refit.codec.prepare import BlockState, Body, Prepared, block_state, check_fits, decode, prepare
+from halfbyte.refit.codec.prepare import BlockState, Body, Prepared, block_state, check_fits, decode
 
 __all__ = ["Applied", "BlockUndo", "Undo", "apply", "commit", "revert"]
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from halfbyte.errors import RefitError
 from halfbyte.refit.arrays import Bytes
-from halfbyte.refit.codec.blocks import BLOCK, block_count, block_span
+from halfbyte.refit.codec.blocks import block_count, block_span
 from halfbyte.refit.codec.element import ELEMENTS, element_of
 
 __all__ = ["ROW", "STREAMS", "BlockKind", "Coding", "TensorDelta"]
@@ -124,14 +124,18 @@ class TensorDelta:
         if magic != _MAGIC:
             raise _bad(where, "it does not start with HBTD")
         if version != _VERSION:
-            raise _bad(where, f"format version {version}", expected=f"version {_VERSION}", fix="install a newer halfbyte")
+            raise _bad(
+                where, f"format version {version}", expected=f"version {_VERSION}", fix="install a newer halfbyte"
+            )
         dtype = next((name for name, element in ELEMENTS.items() if element.code == code), None)
         if dtype is None or zero or log2 not in _LOG2_BLOCK:
             raise _bad(where, f"header with dtype {code}, block 2**{log2}, reserved {zero}")
         if elements >= 1 << 60 or elements * element_of(dtype).bits % 8 or blocks != block_count(elements, 1 << log2):
             raise _bad(where, f"{elements} elements in {blocks} blocks of 2**{log2}")
         if raw.size != _HEADER.size + blocks * ROW.itemsize + n_payload:
-            raise _bad(where, f"{raw.size} bytes, the header describes {_HEADER.size + blocks * ROW.itemsize + n_payload}")
+            raise _bad(
+                where, f"{raw.size} bytes, the header describes {_HEADER.size + blocks * ROW.itemsize + n_payload}"
+            )
         begin = _HEADER.size + blocks * ROW.itemsize
         table = raw[_HEADER.size : begin].view(ROW)
         delta = cls(dtype, elements, 1 << log2, table, raw[begin:])
@@ -163,7 +167,13 @@ def _check_table(delta: TensorDelta, where: str) -> None:
         shape_ok |= (kind == which) & (raw[:, 0] == first) & (raw[:, 1:] == 0).all(1)
     shape_ok |= plain & (raw[:, 0] <= changed + size // 255) & (raw[:, 0] >= changed)
     shape_ok[plain] &= (raw[plain, 3] == 0) & (raw[plain, 1] == nibbles[plain]) & wide_ok[plain]
-    shape_ok |= classes & (raw[:, 1] == nibbles) & wide_ok & (raw[:, 0] <= 4 * (changed + size) + 4096) & (raw[:, 3] <= 8 * changed)
+    shape_ok |= (
+        classes
+        & (raw[:, 1] == nibbles)
+        & wide_ok
+        & (raw[:, 0] <= 4 * (changed + size) + 4096)
+        & (raw[:, 3] <= 8 * changed)
+    )
     shape_ok |= masked & (raw[:, 0] == mask) & (raw[:, 1] == nibbles) & wide_ok & (raw[:, 3] == 0)
     tests = {
         "unknown kind or coding": (kind <= max(BlockKind)) & ((coding == 0) | classes),

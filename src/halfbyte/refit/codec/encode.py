@@ -63,7 +63,9 @@ def encode(
         RefitError: lengths that differ or are no whole number of elements.
     """
     if base.size != target.size:
-        raise RefitError(f"base has {base.size} bytes, target {target.size}", fix="write a tensor whose shape changed whole")
+        raise RefitError(
+            f"base has {base.size} bytes, target {target.size}", fix="write a tensor whose shape changed whole"
+        )
     element, elements, use = element_of(dtype), element_count(dtype, base.size), with_kernels or kernels()
     table = np.zeros(block_count(elements, block), ROW)
     if base_hashes is not None and base_hashes.shape != table.shape:

@@ -91,7 +91,12 @@ def decode(delta: TensorDelta, *, where: str = "delta", with_kernels: CodecKerne
     Raises:
         RefitError: a damaged stream.
     """
-    use, element, unpacker, offsets = with_kernels or kernels(), element_of(delta.dtype), Unpacker(), stream_offsets(delta)
+    use, element, unpacker, offsets = (
+        with_kernels or kernels(),
+        element_of(delta.dtype),
+        Unpacker(),
+        stream_offsets(delta),
+    )
     return tuple(
         _decode_block(delta, index, offsets[index], element, unpacker, use, where) for index in range(len(delta.table))
     )
@@ -114,7 +119,9 @@ def block_state(delta: TensorDelta, index: int, block: Bytes, *, audit: bool = F
         good = not audit or block_hash(block) == row["base"]
         return BlockState.UNCHANGED if good else BlockState.DAMAGED
     found = block_hash(block)
-    return BlockState.READY if found == row["base"] else BlockState.DONE if found == row["target"] else BlockState.DAMAGED
+    return (
+        BlockState.READY if found == row["base"] else BlockState.DONE if found == row["target"] else BlockState.DAMAGED
+    )
 
 
 def stream_offsets(delta: TensorDelta) -> list[int]:
@@ -153,6 +160,8 @@ def _decode_block(
     marked = Marked(int(row["changed"]), *streams[:3])
     check = use.check_sparse if kind == BlockKind.SPARSE else use.check_bitmask
     if not check(element, marked, elements):
-        raise RefitError("unusable delta: positions or values that do not fit the block", where=where, fix="fetch it again")
+        raise RefitError(
+            "unusable delta: positions or values that do not fit the block", where=where, fix="fetch it again"
+        )
     assert row["coding"] == Coding.PLAIN
     return marked

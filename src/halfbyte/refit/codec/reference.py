@@ -161,7 +161,7 @@ def _values_agree(element: Element, marked: Marked) -> bool:
 def _apply(element: Element, data: Bytes, positions: npt.NDArray[np.int64], marked: Marked) -> Bytes:
     elements = elements_of(element, data)
     old = elements[positions]
-    sign, ones = _constants(element)
+    _, ones = _constants(element)
     codes = _codes(marked)[: marked.changed]
     zigzag = codes.astype(element.unsigned) + element.unsigned.type(1)
     zigzag[codes == _ESCAPE] = marked.wide.view(element.unsigned)
