@@ -19,4 +19,5 @@ NB_MODULE(_native, m) {
     register_norm(m);
     register_attention(m);
     register_sampling(m);
+    register_refit(m);
 }

@@ -11,5 +11,6 @@ void register_experts(nanobind::module_& m);
 void register_norm(nanobind::module_& m);
 void register_attention(nanobind::module_& m);
 void register_sampling(nanobind::module_& m);
+void register_refit(nanobind::module_& m);
 
 }  // namespace halfbyte

@@ -9,10 +9,10 @@ import numpy as np
 from halfbyte.errors import RefitError
 from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.blocks import block_hash
-from halfbyte.refit.codec.delta import BlockKind, TensorDelta
+from halfbyte.refit.codec.delta import BlockKind, Coding, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
-from halfbyte.refit.codec.kernels import CodecKernels, Marked, kernels
-from halfbyte.refit.codec.prepare import BlockState, Body, Prepared, block_state, check_fits, decode
+from halfbyte.refit.codec.kernels import Classed, CodecKernels, Marked, kernels
+from halfbyte.refit.codec.prepare import BlockState, Body, Prepared, block_state, check_fits, decode, prepare
 
 __all__ = ["Applied", "BlockUndo", "Undo", "apply", "commit", "revert"]
 
@@ -85,6 +85,8 @@ def apply(
     """
     use = with_kernels or kernels()
     check_fits(dtype, data, delta, where)
+    if (delta.table["coding"] == Coding.CLASSES).any():  # their checks need the base
+        return commit(prepare(dtype, data, delta, where=where, with_kernels=use), data, verify=verify, with_kernels=use)
     return _write(delta, data, None, decode(delta, where=where, with_kernels=use), verify, use)
 
 
@@ -116,6 +118,7 @@ def _write(
         if state is not BlockState.READY:
             continue
         assert body is not None
+        assert not isinstance(body, Classed)
         done.append(_apply_block(element, block, index, BlockKind(int(delta.table[index]["kind"])), body, use))
         if verify and block_hash(block) != delta.table[index]["target"]:
             undo = Undo(delta, tuple(done))

@@ -60,6 +60,7 @@ _HEADER = struct.Struct("<4sBBBBQQQ")  # magic, version, dtype, log2 of the bloc
 _MAGIC = b"HBTD"
 _VERSION = 1
 _LOG2_BLOCK = range(1, 21)
+_CLASS_HEAD = 2 + 6 * 256  # bytes: number of classes and a record for each
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,30 +157,28 @@ def _check_table(delta: TensorDelta, where: str) -> None:
     size = np.full(len(table), delta.block, np.int64)
     size[-1] = delta.elements - (len(table) - 1) * delta.block
     n_bytes = size * element.bits // 8
-    nibbles, mask, none = (changed + 1) // 2, (size + 7) // 8, np.zeros_like(size)
-    sparse, masked = kind == BlockKind.SPARSE, kind == BlockKind.BITMASK
-    wide_ok = (raw[:, 2] % element.size == 0) & (raw[:, 2] <= changed * element.size)
-    plain = sparse & (coding == Coding.PLAIN)
-    classes = sparse & (coding == Coding.CLASSES)
-    one = {BlockKind.NOOP: none, BlockKind.XOR: n_bytes, BlockKind.RAW: n_bytes, BlockKind.FILL: none + element.size}
-    shape_ok = np.zeros(len(table), bool)
-    for which, first in one.items():
-        shape_ok |= (kind == which) & (raw[:, 0] == first) & (raw[:, 1:] == 0).all(1)
-    shape_ok |= plain & (raw[:, 0] <= changed + size // 255) & (raw[:, 0] >= changed)
-    shape_ok[plain] &= (raw[plain, 3] == 0) & (raw[plain, 1] == nibbles[plain]) & wide_ok[plain]
-    shape_ok |= (
-        classes
-        & (raw[:, 1] == nibbles)
-        & wide_ok
-        & (raw[:, 0] <= 4 * (changed + size) + 4096)
-        & (raw[:, 3] <= 8 * changed)
+    # What the streams of each kind may measure before compression; position streams of gaps have a byte a change and one
+    # for every 255 elements skipped.
+    values = (raw[:, 1] == (changed + 1) // 2) & (raw[:, 2] % element.size == 0) & (raw[:, 2] <= changed * element.size)
+    gaps = (raw[:, 0] >= changed) & (raw[:, 0] <= changed + size // 255)
+    alone, last = (raw[:, 1:] == 0).all(1), raw[:, 3]
+    classes = (kind == BlockKind.SPARSE) & (coding == Coding.CLASSES)
+    fits = np.select(
+        [kind == BlockKind.NOOP, classes, kind == BlockKind.SPARSE, kind == BlockKind.BITMASK, kind == BlockKind.FILL],
+        [
+            alone & (raw[:, 0] == 0),
+            gaps & values & (last <= _CLASS_HEAD + 3 * changed),
+            gaps & values & (last == 0),
+            (raw[:, 0] == (size + 7) // 8) & values & (last == 0),
+            alone & (raw[:, 0] == element.size),
+        ],
+        alone & (raw[:, 0] == n_bytes),
     )
-    shape_ok |= masked & (raw[:, 0] == mask) & (raw[:, 1] == nibbles) & wide_ok & (raw[:, 3] == 0)
     tests = {
         "unknown kind or coding": (kind <= max(BlockKind)) & ((coding == 0) | classes),
         "reserved bits": (table["zero"] == 0) & (table["zstd"] < 1 << STREAMS),
         "changed elements": (changed <= size) & ((changed > 0) == (kind != BlockKind.NOOP)),
-        "stream lengths": shape_ok,
+        "stream lengths": fits,
         "stored lengths": (np.where(zstd, (stored < raw) & (stored > 0), stored == raw)).all(1),
         "hashes": (table["base"] == table["target"]) == (kind == BlockKind.NOOP),
     }

@@ -23,8 +23,8 @@ __all__ = ["ELEMENTS", "Element", "element_of"]
 class Element:
     """How the codec sees one dtype.
 
-    ``exponent``: where the exponent field of the pattern lies, as (lowest bit, bits), for the classes of the ``max``
-    profile; (0, 0) puts every element into one class. ``code`` is the dtype's number in the format, never reused.
+    ``exponent``: bits of the pattern, as (lowest, how many), that number its class in the ``max`` profile: the exponent, of
+    F64 its low eight bits; (0, 0) puts every element into one class. ``code`` is the dtype's number in the format, never reused.
     """
 
     dtype: str

@@ -127,6 +127,9 @@ def _candidates(
         return
     if marked is not None:
         yield BlockKind.SPARSE, Coding.PLAIN, (marked.where, marked.values, marked.wide)
+        if profile == "max":
+            classed = use.to_classes(element, base, marked)
+            yield BlockKind.SPARSE, Coding.CLASSES, (classed.quotients, classed.values, classed.wide, classed.low)
     if masked is not None:
         yield BlockKind.BITMASK, Coding.PLAIN, (masked.where, masked.values, masked.wide)
     if changed * _DENSE_LEAST > elements:

@@ -11,7 +11,7 @@ from halfbyte.errors import ConfigError
 from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.element import Element
 
-__all__ = ["CodecKernels", "Marked", "available", "kernels"]
+__all__ = ["Classed", "CodecKernels", "Marked", "available", "kernels"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +27,22 @@ class Marked:
     where: Bytes
     values: Bytes
     wide: Bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Classed:
+    """Marks in class order: classes of the base's exponent from the highest down, within a class by position.
+
+    A gap counts elements of its own class. ``quotients``: gap >> k, written like gaps (255 skips 255 and marks none).
+    ``low``: the number of classes (2 bytes), for each its number, its k (a byte each) and its changes (4 bytes), then the
+    low k bits of every gap, lowest bit first. ``values`` and ``wide`` are as in ``Marked``, in class order.
+    """
+
+    changed: int
+    quotients: Bytes
+    values: Bytes
+    wide: Bytes
+    low: Bytes
 
 
 class CodecKernels(Protocol):
@@ -85,6 +101,14 @@ class CodecKernels(Protocol):
         """Likewise for a mask."""
         ...
 
+    def to_classes(self, element: Element, base: Bytes, marked: Marked) -> Classed:
+        """The same changes in class order."""
+        ...
+
+    def from_classes(self, element: Element, base: Bytes, classed: Classed) -> Marked | None:
+        """Back to position order; None where the streams do not fit each other or the base (checked, unlike ``apply_*``)."""
+        ...
+
 
 def available() -> list[str]:
     """Names that :func:`kernels` accepts here, the fastest last."""
@@ -114,4 +138,9 @@ def kernels(name: str = "") -> CodecKernels:
 def _implementations() -> dict[str, CodecKernels]:
     from halfbyte.refit.codec.reference import ReferenceCodec
 
-    return {"reference": ReferenceCodec()}
+    found: dict[str, CodecKernels] = {"reference": ReferenceCodec()}
+    try:
+        from halfbyte.refit.codec import native
+    except ImportError:
+        return found
+    return found | {isa: native.NativeCodec(isa) for isa in native.instruction_sets()}

@@ -12,13 +12,14 @@ from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.blocks import block_hash, element_count
 from halfbyte.refit.codec.delta import STREAMS, BlockKind, Coding, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
-from halfbyte.refit.codec.kernels import CodecKernels, Marked, kernels
+from halfbyte.refit.codec.kernels import Classed, CodecKernels, Marked, kernels
 from halfbyte.refit.codec.streams import Unpacker
 
 __all__ = ["BlockState", "Body", "Prepared", "block_state", "check_fits", "decode", "prepare"]
 
-#: A block's decoded content: marks and values, or bytes (XOR planes, raw bytes, one element); None for a noop.
-Body = Marked | Bytes | None
+#: A block's decoded content: marks and values (in class order until the base is at hand), or bytes (XOR planes, raw bytes,
+#: one element); None for a noop.
+Body = Marked | Classed | Bytes | None
 
 
 class BlockState(IntEnum):
@@ -80,13 +81,17 @@ def prepare(
         body = None
         if state is not BlockState.UNCHANGED:
             body = _decode_block(delta, index, offsets[index], element, unpacker, use, where)
+        if isinstance(body, Classed) and state is BlockState.READY:
+            body = use.from_classes(element, data[begin:end], body)
+            if body is None:
+                raise _misfit(f"{where}, block {index}")
         states.append(state)
         bodies.append(body if state is BlockState.READY else None)
     return Prepared(delta, tuple(states), tuple(bodies))
 
 
 def decode(delta: TensorDelta, *, where: str = "delta", with_kernels: CodecKernels | None = None) -> tuple[Body, ...]:
-    """Decompress and check all streams without the weights they are for.
+    """Decompress all streams and check what can be checked without the weights they are for.
 
     Raises:
         RefitError: a damaged stream.
@@ -157,11 +162,16 @@ def _decode_block(
         if not good:
             raise RefitError("unusable delta: a fill of more than 4 bits", where=where)
         return body
+    if row["coding"] == Coding.CLASSES:
+        return Classed(int(row["changed"]), *streams)
     marked = Marked(int(row["changed"]), *streams[:3])
     check = use.check_sparse if kind == BlockKind.SPARSE else use.check_bitmask
     if not check(element, marked, elements):
-        raise RefitError(
-            "unusable delta: positions or values that do not fit the block", where=where, fix="fetch it again"
-        )
-    assert row["coding"] == Coding.PLAIN
+        raise _misfit(where)
     return marked
+
+
+def _misfit(where: str) -> RefitError:
+    return RefitError(
+        "unusable delta: positions or values that do not fit the block", where=where, fix="fetch the object again"
+    )

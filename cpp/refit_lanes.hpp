@@ -1,0 +1,365 @@
+// The codec's kernels, over differ64 of one instruction set.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "refit.hpp"
+#include "refit_masks.hpp"
+
+namespace halfbyte::HALFBYTE_ISA {
+
+constexpr int kEscape = 15;   // a value that is in the wide stream
+constexpr int kSkip = 255;    // a gap byte without a mark
+constexpr int64_t kChunk = 4096;  // elements found before their values are written: both sides stay in the first cache
+
+// An element kind: unsigned type, access by number, rank and its inverse.
+template <int Bits, bool Signed>
+struct Element {
+    using T = std::conditional_t<Bits == 64, uint64_t, std::conditional_t<Bits == 32, uint32_t, std::conditional_t<Bits == 16, uint16_t, uint8_t>>>;
+    static constexpr int kBits = Bits, kSize = Bits / 8 ? Bits / 8 : 1;
+    static constexpr T kOnes = T(~uint64_t{0} >> (64 - Bits)), kSign = T(uint64_t{1} << (Bits - 1));
+
+    static T get(const uint8_t* data, int64_t i) {
+        if constexpr (Bits == 4) return T(data[i >> 1] >> (4 * (i & 1)) & 15);
+        else return load<T>(data + i * kSize);
+    }
+    static void put(uint8_t* data, int64_t i, T v) {
+        if constexpr (Bits == 4) {
+            const int shift = int(4 * (i & 1));
+            data[i >> 1] = uint8_t((data[i >> 1] & (0xF0 >> shift)) | v << shift);
+        } else {
+            store<T>(data + i * kSize, v);
+        }
+    }
+    static const uint8_t* at(const uint8_t* data, int64_t i) { return data + i * Bits / 8; }
+
+    static T rank(T bits) { return Signed ? T(bits ^ (bits & kSign ? kOnes : kSign)) : bits; }
+    static T unrank(T r) { return Signed ? T(r ^ (r & kSign ? kSign : kOnes)) : r; }
+    static T zigzag(T old, T now) {
+        const T d = T(rank(now) - rank(old)) & kOnes;
+        return T((d << 1) ^ (d & kSign ? kOnes : 0)) & kOnes;
+    }
+    static T moved(T old, T z) { return unrank(T(rank(old) + T((z >> 1) ^ (z & 1 ? kOnes : 0))) & kOnes); }
+};
+
+// Calls f(Element<...>{}) for a kind.
+template <class F>
+decltype(auto) with_element(int kind, const F& f) {
+    switch (kind) {
+        case 4: return f(Element<4, false>{});
+        case -4: return f(Element<4, true>{});
+        case 8: return f(Element<8, false>{});
+        case -8: return f(Element<8, true>{});
+        case 16: return f(Element<16, false>{});
+        case -16: return f(Element<16, true>{});
+        case 32: return f(Element<32, false>{});
+        case -32: return f(Element<32, true>{});
+        case 64: return f(Element<64, false>{});
+        default: return f(Element<64, true>{});
+    }
+}
+
+// Up to 64 elements from number i on.
+template <class E>
+inline uint64_t differ(const uint8_t* base, const uint8_t* target, int64_t i, int64_t n) {
+    if (n - i >= 64) return differ64<E::kBits>(E::at(base, i), E::at(target, i));
+    uint64_t mask = 0;
+    for (int64_t j = i; j < n; ++j) mask |= uint64_t(E::get(base, j) != E::get(target, j)) << (j - i);
+    return mask;
+}
+
+// Numbers of the set bits, `first` added. Writes up to 64 entries; short words, the usual ones, take no branch of their own.
+inline int64_t bit_numbers(uint64_t mask, uint32_t first, uint32_t* out) {
+    const int count = __builtin_popcountll(mask);
+    const auto four = [&](int at) {
+        for (int j = 0; j < 4; ++j) {
+            out[at + j] = first + uint32_t(mask ? __builtin_ctzll(mask) : 0);
+            mask &= mask - 1;
+        }
+    };
+    if (count == 0) return 0;
+    four(0);
+    for (int at = 4; at < count; at += 4) four(at);
+    return count;
+}
+
+// Values of the elements at `found`, codes one a byte.
+template <class E>
+inline void write_values(const uint8_t* base, const uint8_t* target, const uint32_t* found, int64_t count, RefitStreams& out) {
+    using T = typename E::T;
+    uint8_t* codes = out.values + out.changed;
+    uint8_t* wide = out.wide + out.wide_count * E::kSize;
+    for (int64_t i = 0; i < count; ++i) {
+        const T z = E::zigzag(E::get(base, found[i]), E::get(target, found[i]));
+        if (z <= kEscape) {
+            codes[i] = uint8_t(z - 1);
+        } else {
+            codes[i] = kEscape;
+            store<T>(wide, z);
+            wide += E::kSize;
+        }
+    }
+    out.wide_count = (wide - out.wide) / E::kSize;
+    out.changed += count;
+}
+
+// Codes, one a byte, to two a byte, in place.
+inline void join_values(uint8_t* values, int64_t changed) {
+    std::fill(values + changed, values + changed + 8, uint8_t{0});
+    for (int64_t i = 0; i < changed; i += 8) store<uint32_t>(values + i / 2, join_nibbles(load<uint64_t>(values + i)));
+}
+
+template <class E>
+bool sparse_of(const uint8_t* base, const uint8_t* target, int64_t n, int64_t most, RefitStreams& out) {
+    uint32_t found[kChunk + 64];
+    uint8_t* gap = out.where;
+    int64_t next = 0;  // the element after the last mark
+    out.changed = out.wide_count = 0;
+    for (int64_t begin = 0; begin < n; begin += kChunk) {
+        const int64_t end = std::min(n, begin + kChunk);
+        int64_t count = 0;
+        for (int64_t i = begin; i < end; i += 64) count += bit_numbers(differ<E>(base, target, i, end), uint32_t(i), found + count);
+        if (out.changed + count > most) return false;
+        for (int64_t i = 0; i < count; ++i) {
+            int64_t skip = found[i] - next;
+            next = int64_t(found[i]) + 1;
+            for (; skip >= kSkip; skip -= kSkip) *gap++ = kSkip;
+            *gap++ = uint8_t(skip);
+        }
+        write_values<E>(base, target, found, count, out);
+    }
+    out.where_size = gap - out.where;
+    join_values(out.values, out.changed);
+    return true;
+}
+
+template <class E>
+void bitmask_of(const uint8_t* base, const uint8_t* target, int64_t n, RefitStreams& out) {
+    uint32_t found[kChunk + 64];
+    out.changed = out.wide_count = 0;
+    out.where_size = (n + 7) / 8;
+    for (int64_t begin = 0; begin < n; begin += kChunk) {
+        const int64_t end = std::min(n, begin + kChunk);
+        int64_t count = 0;
+        for (int64_t i = begin; i < end; i += 64) {
+            const uint64_t mask = differ<E>(base, target, i, end);
+            store<uint64_t>(out.where + i / 8, mask);  // the last one into the slack
+            count += bit_numbers(mask, uint32_t(i), found + count);
+        }
+        write_values<E>(base, target, found, count, out);
+    }
+    join_values(out.values, out.changed);
+}
+
+template <class E>
+bool fill_of(const uint8_t* target, int64_t n) {
+    const auto first = E::get(target, 0);
+    for (int64_t i = 1; i < n; ++i)
+        if (E::get(target, i) != first) return false;
+    return true;
+}
+
+// The code of change i, eight at a time from the packed stream.
+class Codes {
+   public:
+    Codes(const uint8_t* values, int64_t changed) : values_(values), bytes_((changed + 1) / 2) {}
+    unsigned next() {
+        if (left_ == 0) {
+            uint32_t packed = 0;
+            std::memcpy(&packed, values_ + at_, size_t(std::min<int64_t>(4, bytes_ - at_)));
+            codes_ = split_nibbles(packed);
+            at_ += 4;
+            left_ = 8;
+        }
+        const unsigned code = unsigned(codes_ & 15);
+        codes_ >>= 8;
+        --left_;
+        return code;
+    }
+
+   private:
+    const uint8_t* values_;
+    int64_t bytes_, at_ = 0;
+    uint64_t codes_ = 0;
+    int left_ = 0;
+};
+
+template <class E>
+bool values_agree(const RefitStreams& in) {
+    using T = typename E::T;
+    int64_t escapes = 0;
+    const int64_t pairs = in.changed / 2;
+    for (int64_t begin = 0; begin < pairs; begin += 1 << 14) {
+        uint32_t some = 0;
+        for (int64_t i = begin, end = std::min<int64_t>(pairs, begin + (1 << 14)); i < end; ++i)
+            some += uint32_t((in.values[i] & 15) == kEscape) + uint32_t(in.values[i] >= kEscape << 4);
+        escapes += some;
+    }
+    if (in.changed & 1) {
+        if (in.values[pairs] >> 4) return false;
+        escapes += (in.values[pairs] & 15) == kEscape;
+    }
+    if (escapes != in.wide_count) return false;
+    for (int64_t i = 0; i < in.wide_count; ++i) {
+        const T z = load<T>(in.wide + i * E::kSize);
+        if (z <= kEscape || z > E::kOnes) return false;
+    }
+    return true;
+}
+
+inline bool gaps_agree(const RefitStreams& in, int64_t n) {
+    int64_t sum = 0, marks = 0;
+    for (int64_t begin = 0; begin < in.where_size; begin += 1 << 14) {
+        uint32_t some = 0, skips = 0;
+        const int64_t end = std::min<int64_t>(in.where_size, begin + (1 << 14));
+        for (int64_t i = begin; i < end; ++i) {
+            some += in.where[i];
+            skips += in.where[i] == kSkip;
+        }
+        sum += some;
+        marks += end - begin - skips;
+    }
+    const bool ends_marked = in.where_size == 0 || in.where[in.where_size - 1] != kSkip;
+    return sum + marks <= n && marks == in.changed && ends_marked;
+}
+
+inline bool mask_agrees(const RefitStreams& in, int64_t n) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < in.where_size; ++i) count += __builtin_popcount(in.where[i]);
+    if (in.where_size * 8 < n) return false;
+    for (int64_t i = n; i < in.where_size * 8; ++i)
+        if (in.where[i / 8] >> (i % 8) & 1) return false;
+    return count == in.changed;
+}
+
+// f(element number) for every mark of a gap stream.
+template <class F>
+inline void for_gaps(const uint8_t* gap, int64_t changed, const F& f) {
+    int64_t position = 0;
+    for (int64_t i = 0; i < changed; ++i) {
+        unsigned skip = *gap++;
+        while (__builtin_expect(skip == kSkip, 0)) {
+            position += kSkip;
+            skip = *gap++;
+        }
+        position += skip;
+        f(position++);
+    }
+}
+
+template <class F>
+inline void for_mask(const uint8_t* mask, int64_t size, const F& f) {
+    for (int64_t i = 0; i < size; i += 8) {
+        uint64_t word = 0;
+        std::memcpy(&word, mask + i, size_t(std::min<int64_t>(8, size - i)));
+        for (; word; word &= word - 1) f(8 * i + __builtin_ctzll(word));
+    }
+}
+
+// Writes the next value at a place and keeps the old one.
+template <class E>
+class Writer {
+    using T = typename E::T;
+
+   public:
+    Writer(uint8_t* data, const RefitStreams& in, uint8_t* old) : data_(data), wide_(in.wide), old_(old), codes_(in.values, in.changed) {}
+    void operator()(int64_t i) {
+        const unsigned code = codes_.next();
+        T z = T(code + 1);
+        if (__builtin_expect(code == kEscape, 0)) {
+            z = load<T>(wide_);
+            wide_ += E::kSize;
+        }
+        const T before = E::get(data_, i);
+        store<T>(old_, before);
+        old_ += E::kSize;
+        E::put(data_, i, E::moved(before, z));
+    }
+
+   private:
+    uint8_t* data_;
+    const uint8_t* wide_;
+    uint8_t* old_;
+    Codes codes_;
+};
+
+template <class E>
+class Restorer {
+   public:
+    Restorer(uint8_t* data, const uint8_t* old) : data_(data), old_(old) {}
+    void operator()(int64_t i) {
+        E::put(data_, i, load<typename E::T>(old_));
+        old_ += E::kSize;
+    }
+
+   private:
+    uint8_t* data_;
+    const uint8_t* old_;
+};
+
+template <int Size>
+void planes_of(const uint8_t* base, const uint8_t* target, int64_t n, uint8_t* planes) {
+    for (int64_t i = 0; i < n; ++i)
+        for (int j = 0; j < Size; ++j) planes[j * n + i] = uint8_t(base[i * Size + j] ^ target[i * Size + j]);
+}
+
+template <int Size>
+void xor_of(uint8_t* data, const uint8_t* planes, int64_t n) {
+    for (int64_t i = 0; i < n; ++i)
+        for (int j = 0; j < Size; ++j) data[i * Size + j] ^= planes[j * n + i];
+}
+
+inline bool sparse(int kind, const uint8_t* base, const uint8_t* target, int64_t n, int64_t most, RefitStreams& out) {
+    return with_element(kind, [&](auto e) { return sparse_of<decltype(e)>(base, target, n, most, out); });
+}
+inline void bitmask(int kind, const uint8_t* base, const uint8_t* target, int64_t n, RefitStreams& out) {
+    with_element(kind, [&](auto e) { bitmask_of<decltype(e)>(base, target, n, out); });
+}
+inline bool is_fill(int kind, const uint8_t* target, int64_t n) {
+    return with_element(kind, [&](auto e) { return fill_of<decltype(e)>(target, n); });
+}
+inline void transpose_xor(int size, const uint8_t* base, const uint8_t* target, int64_t n, uint8_t* planes) {
+    if (size == 1) planes_of<1>(base, target, n, planes);
+    if (size == 2) planes_of<2>(base, target, n, planes);
+    if (size == 4) planes_of<4>(base, target, n, planes);
+    if (size == 8) planes_of<8>(base, target, n, planes);
+}
+inline void apply_xor(int size, uint8_t* data, const uint8_t* planes, int64_t n) {
+    if (size == 1) xor_of<1>(data, planes, n);
+    if (size == 2) xor_of<2>(data, planes, n);
+    if (size == 4) xor_of<4>(data, planes, n);
+    if (size == 8) xor_of<8>(data, planes, n);
+}
+inline bool check_sparse(int kind, const RefitStreams& in, int64_t n) {
+    return gaps_agree(in, n) && with_element(kind, [&](auto e) { return values_agree<decltype(e)>(in); });
+}
+inline bool check_bitmask(int kind, const RefitStreams& in, int64_t n) {
+    return mask_agrees(in, n) && with_element(kind, [&](auto e) { return values_agree<decltype(e)>(in); });
+}
+inline void apply_sparse(int kind, uint8_t* data, const RefitStreams& in, uint8_t* old) {
+    with_element(kind, [&](auto e) {
+        Writer<decltype(e)> writer(data, in, old);
+        for_gaps(in.where, in.changed, [&](int64_t i) { writer(i); });
+    });
+}
+inline void apply_bitmask(int kind, uint8_t* data, const RefitStreams& in, uint8_t* old) {
+    with_element(kind, [&](auto e) {
+        Writer<decltype(e)> writer(data, in, old);
+        for_mask(in.where, in.where_size, [&](int64_t i) { writer(i); });
+    });
+}
+inline void revert_sparse(int kind, uint8_t* data, const uint8_t* gaps, int64_t changed, const uint8_t* old) {
+    with_element(kind, [&](auto e) {
+        Restorer<decltype(e)> restorer(data, old);
+        for_gaps(gaps, changed, [&](int64_t i) { restorer(i); });
+    });
+}
+inline void revert_bitmask(int kind, uint8_t* data, const uint8_t* mask, int64_t mask_size, const uint8_t* old) {
+    with_element(kind, [&](auto e) {
+        Restorer<decltype(e)> restorer(data, old);
+        for_mask(mask, mask_size, [&](int64_t i) { restorer(i); });
+    });
+}
+
+}  // namespace halfbyte::HALFBYTE_ISA
