@@ -95,7 +95,7 @@ def update(before: Tensors, after: Tensors, version: int = 1) -> Update:
         if block is not None:
             info = info_of(name, after[name])
             changes.append(Change(info, info, (block,)))
-    return Update(Stamp("r", 0, version - 1, ""), Stamp("r", 0, version, ""), tuple(changes))
+    return Update(Stamp("r", version - 1, ""), Stamp("r", version, ""), tuple(changes))
 
 
 def bits(engine: torch.nn.Module) -> dict[str, bytes]:

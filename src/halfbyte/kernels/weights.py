@@ -45,6 +45,11 @@ class WeightStore(Protocol):
         """The weight as float32, ``[N, K]`` or ``[E, N, K]``, including the global scale."""
         ...
 
+    def unpacked(self) -> QuantTensor | None:
+        """The codes ``[N, K]`` or ``[E, N, K]`` in a copy of their own, with one global scale a row (a multiplier); None for
+        dense kinds."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class PackedLinear:

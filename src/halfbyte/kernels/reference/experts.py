@@ -43,6 +43,14 @@ class ExpertRows:
         """float32 ``[E, N, K]``."""
         return torch.stack([r.dequantised() for r in self.rows])
 
+    def unpacked(self) -> QuantTensor | None:
+        """See :class:`~halfbyte.kernels.weights.WeightStore`."""
+        parts = [q for r in self.rows if (q := r.unpacked()) is not None]
+        if not parts:
+            return None
+        codes, scales, g = (torch.stack([getattr(q, p) for q in parts]) for p in ("codes", "scales", "global_scale"))
+        return QuantTensor(codes, scales, g, parts[0].spec, (len(parts), *parts[0].shape))
+
 
 def _expert(weight: Tensor | QuantTensor, index: int) -> Tensor | QuantTensor:
     if not isinstance(weight, QuantTensor):
