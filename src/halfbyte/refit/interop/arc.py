@@ -16,7 +16,7 @@ import numpy as np
 from halfbyte.refit.arrays import Bytes, flat_bytes
 from halfbyte.refit.errors import CorruptError, LayoutError, WrongBaseError
 from halfbyte.refit.interop.payload import inflate, refuse_pickle, unzstd
-from halfbyte.refit.interop.shard import read_shard
+from halfbyte.refit.objects import ObjectReader
 
 __all__ = ["read_arc"]
 
@@ -44,7 +44,7 @@ def read_arc(path: Path, base: Mapping[str, Any], *, compression_format: str = "
         )
     decompress = _FORMATS[compression_format]
     try:
-        streams, checksums = read_shard(path.read_bytes(), str(path))
+        streams = ObjectReader(path.read_bytes(), where=str(path))
     except FileNotFoundError:
         raise LayoutError("there is no such file", where=str(path)) from None
     if set(streams) != set(base):
@@ -52,17 +52,17 @@ def read_arc(path: Path, base: Mapping[str, Any], *, compression_format: str = "
         raise WrongBaseError(f"base and delta differ in names: {', '.join(odd[:5])}", where=str(path))
     for name in sorted(streams):
         where = f"{path}: {name}"
-        if name not in checksums:
+        if name not in streams.metadata:
             raise CorruptError(f"tensor {name!r} has no checksum", where=str(path))
         refuse_pickle(streams[name], where)
         old = flat_bytes(base[name])
         difference = decompress(streams[name], len(old), where)
         new = np.bitwise_xor(old, difference)
-        if str(zlib.adler32(new.data)) != checksums[name]:
+        if str(zlib.adler32(new.data)) != streams.metadata[name]:
             raise WrongBaseError(
                 f"{name!r} has another Adler-32 after the change than the delta says",
                 where=str(path),
-                expected=checksums[name],
+                expected=streams.metadata[name],
                 fix="the base is another version, or the file is damaged: load a full checkpoint",
             )
         yield name, new

@@ -24,7 +24,7 @@ from halfbyte.refit.arrays import Bytes, flat_bytes
 from halfbyte.refit.disk import Disk
 from halfbyte.refit.errors import CorruptError, LayoutError, WrongBaseError
 from halfbyte.refit.interop.payload import CHECKSUMS, checksum, refuse_pickle, unzstd
-from halfbyte.refit.interop.shard import read_shard, write_shard
+from halfbyte.refit.objects import ObjectReader, write_object
 
 __all__ = ["INDEX", "DeltaIndex", "read_index", "read_index_delta", "write_index_delta"]
 
@@ -135,19 +135,19 @@ def read_index_delta(
             data = (folder / shard).read_bytes()
         except FileNotFoundError:
             raise CorruptError("a shard of the index is missing", where=where) from None
-        streams, checksums = read_shard(data, where)
+        streams = ObjectReader(data, where=where)
         for name in sorted(n for n, s in index.weight_map.items() if s == shard):
-            if name not in streams or name not in checksums:
+            if name not in streams or name not in streams.metadata:
                 raise CorruptError(f"tensor {name!r} or its checksum is missing", where=where)
             old = flat_bytes(base[name])
             refuse_pickle(streams[name], f"{where}: {name}")
             decode = _decode_xor if index.encoding == "xor" else _decode_overwrite
             new = decode(old, streams[name], f"{where}: {name}")
-            if checksum(index.checksum_format, new) != checksums[name]:
+            if checksum(index.checksum_format, new) != streams.metadata[name]:
                 raise WrongBaseError(
                     f"{name!r} has another {index.checksum_format} after the change than the delta says",
                     where=where,
-                    expected=checksums[name],
+                    expected=streams.metadata[name],
                     fix="the base is another version, or the shard is damaged: load a full checkpoint",
                 )
             yield name, new
@@ -226,7 +226,7 @@ def write_index_delta(
     filled = [batch for batch in batches if batch]
     for i, batch in enumerate(filled, 1):
         shard = f"model-{i:05d}-of-{len(filled):05d}.safetensors"
-        disk.publish(folder / shard, write_shard(batch, {name: checksums[name] for name in batch}))
+        disk.publish(folder / shard, [write_object(batch, {name: checksums[name] for name in batch})])
         weight_map |= dict.fromkeys(batch, shard)
     metadata = {
         "version": version,
