@@ -4,7 +4,7 @@ Masters are drawn from N(0, 0.02). Each gradient is a fixed direction plus fresh
 moments start at their stationary values, so the first step is like any other. What a trace cannot show: correlations between
 neighbouring weights (a row whose input is silent does not move), and layers of different scale.
 
-    python bench/refit_traces.py        # change rates and step sizes of the named traces
+    python -m halfbyte.bench.refit_traces   # change rates and step sizes of the named traces
 """
 
 from __future__ import annotations
