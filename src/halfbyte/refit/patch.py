@@ -31,13 +31,11 @@ class Stamp:
 
     Arguments:
         run: name of the training run.
-        epoch: number of the publisher's reign; grows when a publisher takes over.
         version: weight version; grows with every publication of a run.
         state: hex digest of all names, dtypes, shapes and bytes.
     """
 
     run: str
-    epoch: int
     version: int
     state: str
 

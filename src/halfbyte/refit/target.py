@@ -8,7 +8,8 @@
     resume()        serve again, with prefix caches of other weights dropped
     discard(update) any time after stage: forget what was staged
 
-``commit`` may fail half-way: the subscriber then calls ``rollback``, which must work from any half-written state.
+``commit`` may fail half-way: the subscriber then calls ``rollback``, which must work from any half-written state, also without
+``stage`` before it (a new process undoes or completes what a killed one was writing: rollback, then perhaps commit).
 """
 
 from __future__ import annotations
