@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ class Published:
         encode_seconds, store_seconds, upkeep_seconds: encoding and checking; putting until HEAD is swapped; baseline, skips and
             anchors, while subscribers may already fetch the version.
         upkeep_error: why a skip or an anchor could not be written ("" if all went well); the next publication tries again.
+        update: the change as it was decoded from what was stored, for a target in this process (see ``refit.local``).
     """
 
     stamp: Stamp
@@ -91,6 +92,7 @@ class Published:
     store_seconds: float
     upkeep_seconds: float
     upkeep_error: str = ""
+    update: Update | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +196,7 @@ class Publisher:
             store_seconds=swapped - encoded,
             upkeep_seconds=time.perf_counter() - swapped,
             upkeep_error=problem,
+            update=following.update,
         )
 
     def settle(self) -> None:
