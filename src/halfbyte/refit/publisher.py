@@ -74,6 +74,7 @@ class Published:
         stamp: the version.
         kind: ``full``, ``delta``, ``noop`` or ``skip`` (a delta whose number does not follow its parent's).
         bytes: of manifest and objects of the version itself, without skips and anchors.
+        payload_bytes: of the tensors' deltas (or bytes, for a full version) alone; the same for the same weights.
         full_bytes: of all tensors.
         changed, elements: elements whose bits differ, of how many.
         encode_seconds, store_seconds, upkeep_seconds: encoding and checking; putting until HEAD is swapped; baseline, skips and
@@ -85,6 +86,7 @@ class Published:
     stamp: Stamp
     kind: Kind
     bytes: int
+    payload_bytes: int
     full_bytes: int
     changed: int
     elements: int
@@ -102,6 +104,7 @@ class _Next:
     draft: Draft
     update: Update
     state: StateHash
+    payload: int
 
 
 class Publisher:
@@ -189,6 +192,7 @@ class Publisher:
             stamp=following.update.target,
             kind=m.kind,
             bytes=draft.bytes,
+            payload_bytes=following.payload,
             full_bytes=sum(info.bytes for info in weights),
             changed=sum(change.changed for change in m.tensors),
             elements=sum(info.elements for info in weights),
@@ -286,7 +290,8 @@ class Publisher:
             _no_repair,
             threads=self.threads,
         )
-        return _Next(Draft.of(manifest, objects, self.signer), update, state)
+        payload = sum(memoryview(data).nbytes for _, data in rows)
+        return _Next(Draft.of(manifest, objects, self.signer), update, state, payload)
 
     def _manifest(
         self,
