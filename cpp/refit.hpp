@@ -24,6 +24,8 @@ struct RefitClasses {
 };
 
 constexpr int64_t kRefitSlack = 64;
+constexpr int kRefitClasses = 256, kRefitRecord = 6, kRefitMostLow = 20;  // a record: class, low bits, changes (4 bytes)
+constexpr int64_t kRefitClassHead = 2 + kRefitClasses * kRefitRecord;
 
 // `kind`: bits of an element, negative where the pattern is sign and magnitude.
 struct RefitTable {
@@ -38,7 +40,7 @@ struct RefitTable {
     void (*apply_sparse)(int kind, uint8_t* data, const RefitStreams& in, uint8_t* old);
     void (*apply_bitmask)(int kind, uint8_t* data, const RefitStreams& in, uint8_t* old);
     void (*revert_sparse)(int kind, uint8_t* data, const uint8_t* gaps, int64_t changed, const uint8_t* old);
-    void (*revert_bitmask)(int kind, uint8_t* data, const uint8_t* mask, int64_t mask_size, const uint8_t* old);
+    void (*revert_bitmask)(int kind, uint8_t* data, const uint8_t* mask, int64_t mask_size, int64_t changed, const uint8_t* old);
     // `plain` in position order -> `out` in class order.
     void (*to_classes)(int kind, int shift, int width, const uint8_t* base, int64_t n, const RefitStreams& plain,
                        RefitStreams& out, RefitClasses& classes);

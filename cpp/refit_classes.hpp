@@ -8,7 +8,7 @@
 
 namespace halfbyte::HALFBYTE_ISA {
 
-constexpr int kClasses = 256, kRecord = 6, kMostLow = 20;  // a record: class, low bits, changes (4 bytes)
+constexpr int kClasses = kRefitClasses, kRecord = kRefitRecord, kMostLow = kRefitMostLow;
 
 template <class E>
 struct ClassOf {

@@ -11,6 +11,7 @@ namespace halfbyte::HALFBYTE_ISA {
 
 constexpr int kEscape = 15;   // a value that is in the wide stream
 constexpr int kSkip = 255;    // a gap byte without a mark
+constexpr int64_t kStage = 512;    // changes applied at a time
 constexpr int64_t kChunk = 4096;  // elements found before their values are written: both sides stay in the first cache
 
 // An element kind: unsigned type, access by number, rank and its inverse.
@@ -34,13 +35,15 @@ struct Element {
     }
     static const uint8_t* at(const uint8_t* data, int64_t i) { return data + i * Bits / 8; }
 
-    static T rank(T bits) { return Signed ? T(bits ^ (bits & kSign ? kOnes : kSign)) : bits; }
-    static T unrank(T r) { return Signed ? T(r ^ (r & kSign ? kSign : kOnes)) : r; }
+    // All ones where the top bit is set: signs are random, so nothing here may become a branch.
+    static T spread(T top) { return T(0 - (top >> (Bits - 1))) & kOnes; }
+    static T rank(T bits) { return Signed ? T(bits ^ (spread(bits) | kSign)) : bits; }
+    static T unrank(T r) { return Signed ? T(r ^ (T(~spread(r)) | kSign)) & kOnes : r; }
     static T zigzag(T old, T now) {
         const T d = T(rank(now) - rank(old)) & kOnes;
-        return T((d << 1) ^ (d & kSign ? kOnes : 0)) & kOnes;
+        return T((d << 1) ^ spread(d)) & kOnes;
     }
-    static T moved(T old, T z) { return unrank(T(rank(old) + T((z >> 1) ^ (z & 1 ? kOnes : 0))) & kOnes); }
+    static T moved(T old, T z) { return unrank(T(rank(old) + T((z >> 1) ^ T(0 - (z & 1)))) & kOnes); }
 };
 
 // Calls f(Element<...>{}) for a kind.
@@ -86,22 +89,25 @@ inline int64_t bit_numbers(uint64_t mask, uint32_t first, uint32_t* out) {
 
 // Values of the elements at `found`, codes one a byte.
 template <class E>
-inline void write_values(const uint8_t* base, const uint8_t* target, const uint32_t* found, int64_t count, RefitStreams& out) {
+inline void write_values(const uint8_t* base, const uint8_t* target, const uint32_t* found, int64_t all, RefitStreams& out) {
     using T = typename E::T;
     uint8_t* codes = out.values + out.changed;
-    uint8_t* wide = out.wide + out.wide_count * E::kSize;
-    for (int64_t i = 0; i < count; ++i) {
-        const T z = E::zigzag(E::get(base, found[i]), E::get(target, found[i]));
-        if (z <= kEscape) {
-            codes[i] = uint8_t(z - 1);
-        } else {
-            codes[i] = kEscape;
-            store<T>(wide, z);
-            wide += E::kSize;
+    T before[kStage], z[kStage];
+    for (int64_t first = 0; first < all; first += kStage, codes += kStage) {
+        const int64_t count = std::min(kStage, all - first);
+        for (int64_t i = 0; i < count; ++i) before[i] = E::get(base, found[first + i]);
+        for (int64_t i = 0; i < count; ++i) z[i] = E::get(target, found[first + i]);
+        T most = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            z[i] = E::zigzag(before[i], z[i]);
+            most = std::max(most, z[i]);
         }
+        for (int64_t i = 0; i < count; ++i) codes[i] = uint8_t(std::min<T>(z[i], kEscape + 1) - 1);
+        if (most <= kEscape) continue;
+        for (int64_t i = 0; i < count; ++i)
+            if (z[i] > kEscape) store<T>(out.wide + E::kSize * out.wide_count++, z[i]);
     }
-    out.wide_count = (wide - out.wide) / E::kSize;
-    out.changed += count;
+    out.changed += all;
 }
 
 // Codes, one a byte, to two a byte, in place.
@@ -248,55 +254,121 @@ inline void for_gaps(const uint8_t* gap, int64_t changed, const F& f) {
     }
 }
 
-template <class F>
-inline void for_mask(const uint8_t* mask, int64_t size, const F& f) {
-    for (int64_t i = 0; i < size; i += 8) {
-        uint64_t word = 0;
-        std::memcpy(&word, mask + i, size_t(std::min<int64_t>(8, size - i)));
-        for (; word; word &= word - 1) f(8 * i + __builtin_ctzll(word));
+// Places of the next marks of a gap stream, at most kStage at a time.
+class GapPlaces {
+   public:
+    GapPlaces(const uint8_t* gaps, int64_t changed) : gap_(gaps), left_(changed) {}
+    int64_t next(uint32_t* places) {
+        const int64_t count = std::min(left_, kStage);
+        const uint8_t* gap = gap_;
+        uint32_t at = at_;
+        int64_t i = 0;
+        // Eight at once while none of them is a skip. (The last eight one by one: nothing past the stream is read.)
+        for (; i + 8 <= count; ) {
+            const uint64_t eight = ~load<uint64_t>(gap);
+            if ((eight - 0x0101010101010101u) & ~eight & 0x8080808080808080u) {
+                one(gap, at, places[i++]);
+                continue;
+            }
+            for (int j = 0; j < 8; ++j) {
+                at += gap[j];
+                places[i + j] = at++;
+            }
+            gap += 8;
+            i += 8;
+        }
+        while (i < count) one(gap, at, places[i++]);
+        gap_ = gap;
+        at_ = at;
+        left_ -= count;
+        return count;
+    }
+
+   private:
+    static void one(const uint8_t*& gap, uint32_t& at, uint32_t& place) {
+        while (*gap == kSkip) at += *gap++;
+        at += *gap++;
+        place = at++;
+    }
+    const uint8_t* gap_;
+    int64_t left_;
+    uint32_t at_ = 0;
+};
+
+// Likewise of a mask.
+class MaskPlaces {
+   public:
+    MaskPlaces(const uint8_t* mask, int64_t size) : mask_(mask), size_(size) {}
+    int64_t next(uint32_t* places) {
+        int64_t count = 0;
+        for (; at_ < size_ && count + 64 <= kStage; at_ += 8) {
+            uint64_t word = 0;
+            std::memcpy(&word, mask_ + at_, size_t(std::min<int64_t>(8, size_ - at_)));
+            count += bit_numbers(word, uint32_t(8 * at_), places + count);
+        }
+        return count;
+    }
+
+   private:
+    const uint8_t* mask_;
+    int64_t size_, at_ = 0;
+};
+
+// The zigzags of changes i .. i + count, from codes and wide values.
+template <class E>
+inline void read_zigzags(const RefitStreams& in, int64_t i, int64_t count, const uint8_t*& wide, typename E::T* z) {
+    using T = typename E::T;
+    const uint8_t* packed = in.values + i / 2;
+    uint8_t room[kStage + 16];
+    uint8_t* codes = room;
+    const int64_t bytes = (i + count + 1) / 2 - i / 2;
+    int64_t b = 0;
+    for (; b + 4 <= bytes; b += 4) store<uint64_t>(codes + 2 * b, split_nibbles(load<uint32_t>(packed + b)));
+    for (; b < bytes; ++b) {
+        codes[2 * b] = packed[b] & 15;
+        codes[2 * b + 1] = packed[b] >> 4;
+    }
+    codes += i & 1;  // a mask's stage may end after an odd number
+    for (int64_t j = 0; j < count; ++j) z[j] = T(codes[j] + 1);
+    constexpr uint64_t kAll = 0x0F0F0F0F0F0F0F0Fu;
+    for (int64_t j = 0; j < count; j += 8) {
+        const uint64_t eight = load<uint64_t>(codes + j) ^ kAll;  // escapes are zero now
+        if (((eight - 0x0101010101010101u) & ~eight & 0x8080808080808080u) == 0) continue;
+        for (int64_t k = j, end = std::min(count, j + 8); k < end; ++k) {
+            if (codes[k] != kEscape) continue;
+            z[k] = load<T>(wide);
+            wide += E::kSize;
+        }
     }
 }
 
-// Writes the next value at a place and keeps the old one.
-template <class E>
-class Writer {
+// Writes new values and keeps the old ones. In stages, so that loads, arithmetic and stores are loops of their own.
+template <class E, class Places>
+void write_places(uint8_t* data, Places places, const RefitStreams& in, uint8_t* old) {
     using T = typename E::T;
-
-   public:
-    Writer(uint8_t* data, const RefitStreams& in, uint8_t* old) : data_(data), wide_(in.wide), old_(old), codes_(in.values, in.changed) {}
-    void operator()(int64_t i) {
-        const unsigned code = codes_.next();
-        T z = T(code + 1);
-        if (__builtin_expect(code == kEscape, 0)) {
-            z = load<T>(wide_);
-            wide_ += E::kSize;
-        }
-        const T before = E::get(data_, i);
-        store<T>(old_, before);
-        old_ += E::kSize;
-        E::put(data_, i, E::moved(before, z));
+    uint32_t place[kStage + 64];
+    T now[kStage], z[kStage];
+    const uint8_t* wide = in.wide;
+    for (int64_t i = 0; i < in.changed;) {
+        const int64_t count = places.next(place);
+        for (int64_t j = 0; j < count; ++j) now[j] = E::get(data, place[j]);
+        std::memcpy(old + i * E::kSize, now, size_t(count * E::kSize));
+        read_zigzags<E>(in, i, count, wide, z);
+        for (int64_t j = 0; j < count; ++j) now[j] = E::moved(now[j], z[j]);
+        for (int64_t j = 0; j < count; ++j) E::put(data, place[j], now[j]);
+        i += count;
     }
+}
 
-   private:
-    uint8_t* data_;
-    const uint8_t* wide_;
-    uint8_t* old_;
-    Codes codes_;
-};
-
-template <class E>
-class Restorer {
-   public:
-    Restorer(uint8_t* data, const uint8_t* old) : data_(data), old_(old) {}
-    void operator()(int64_t i) {
-        E::put(data_, i, load<typename E::T>(old_));
-        old_ += E::kSize;
+template <class E, class Places>
+void restore_places(uint8_t* data, Places places, int64_t changed, const uint8_t* old) {
+    uint32_t place[kStage + 64];
+    for (int64_t i = 0; i < changed;) {
+        const int64_t count = places.next(place);
+        for (int64_t j = 0; j < count; ++j) E::put(data, place[j], load<typename E::T>(old + (i + j) * E::kSize));
+        i += count;
     }
-
-   private:
-    uint8_t* data_;
-    const uint8_t* old_;
-};
+}
 
 template <int Size>
 void planes_of(const uint8_t* base, const uint8_t* target, int64_t n, uint8_t* planes) {
@@ -338,28 +410,16 @@ inline bool check_bitmask(int kind, const RefitStreams& in, int64_t n) {
     return mask_agrees(in, n) && with_element(kind, [&](auto e) { return values_agree<decltype(e)>(in); });
 }
 inline void apply_sparse(int kind, uint8_t* data, const RefitStreams& in, uint8_t* old) {
-    with_element(kind, [&](auto e) {
-        Writer<decltype(e)> writer(data, in, old);
-        for_gaps(in.where, in.changed, [&](int64_t i) { writer(i); });
-    });
+    with_element(kind, [&](auto e) { write_places<decltype(e)>(data, GapPlaces(in.where, in.changed), in, old); });
 }
 inline void apply_bitmask(int kind, uint8_t* data, const RefitStreams& in, uint8_t* old) {
-    with_element(kind, [&](auto e) {
-        Writer<decltype(e)> writer(data, in, old);
-        for_mask(in.where, in.where_size, [&](int64_t i) { writer(i); });
-    });
+    with_element(kind, [&](auto e) { write_places<decltype(e)>(data, MaskPlaces(in.where, in.where_size), in, old); });
 }
 inline void revert_sparse(int kind, uint8_t* data, const uint8_t* gaps, int64_t changed, const uint8_t* old) {
-    with_element(kind, [&](auto e) {
-        Restorer<decltype(e)> restorer(data, old);
-        for_gaps(gaps, changed, [&](int64_t i) { restorer(i); });
-    });
+    with_element(kind, [&](auto e) { restore_places<decltype(e)>(data, GapPlaces(gaps, changed), changed, old); });
 }
-inline void revert_bitmask(int kind, uint8_t* data, const uint8_t* mask, int64_t mask_size, const uint8_t* old) {
-    with_element(kind, [&](auto e) {
-        Restorer<decltype(e)> restorer(data, old);
-        for_mask(mask, mask_size, [&](int64_t i) { restorer(i); });
-    });
+inline void revert_bitmask(int kind, uint8_t* data, const uint8_t* mask, int64_t mask_size, int64_t changed, const uint8_t* old) {
+    with_element(kind, [&](auto e) { restore_places<decltype(e)>(data, MaskPlaces(mask, mask_size), changed, old); });
 }
 
 }  // namespace halfbyte::HALFBYTE_ISA

@@ -109,20 +109,19 @@ def _write(
     use: CodecKernels,
 ) -> Applied:
     _check_writable(data)
-    element, done, seen = element_of(delta.dtype), [], []
-    for index, body in enumerate(bodies):
-        begin, end = delta.span(index)
-        block = data[begin:end]
-        state = block_state(delta, index, block) if states is None else states[index]
+    element = element_of(delta.dtype)
+    step, done, seen = element.bytes_of(delta.block), [], []
+    for index, (row, body) in enumerate(zip(delta.rows(), bodies, strict=True)):
+        block = data[index * step : (index + 1) * step]
+        state = block_state(row, block) if states is None else states[index]
         seen.append(state)
         if state is not BlockState.READY:
             continue
         assert body is not None
         assert not isinstance(body, Classed)
-        done.append(_apply_block(element, block, index, BlockKind(int(delta.table[index]["kind"])), body, use))
-        if verify and block_hash(block) != delta.table[index]["target"]:
-            undo = Undo(delta, tuple(done))
-            revert(data, undo, with_kernels=use)
+        done.append(_apply_block(element, block, index, row.kind, body, use))
+        if verify and block_hash(block) != row.target:
+            revert(data, Undo(delta, tuple(done)), with_kernels=use)
             raise RefitError(
                 "a delta that passed every check gave other weights than it promised; they are back to what they were",
                 where=f"block {index}",

@@ -10,10 +10,10 @@ import numpy as np
 
 from halfbyte.errors import RefitError
 from halfbyte.refit.arrays import Bytes
-from halfbyte.refit.codec.blocks import BLOCK, Hashes, block_count, block_hash, block_span, element_count
+from halfbyte.refit.codec.blocks import BLOCK, Hashes, block_count, block_hash, element_count
 from halfbyte.refit.codec.delta import ROW, STREAMS, BlockKind, Coding, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
-from halfbyte.refit.codec.kernels import CodecKernels, Marked, kernels
+from halfbyte.refit.codec.kernels import CodecKernels, Marked, Room, kernels
 from halfbyte.refit.codec.streams import Packer
 
 __all__ = ["Profile", "encode"]
@@ -24,6 +24,7 @@ Profile = Literal["fast", "max"]
 _SPARSE_MOST = 4  # sparse up to one change in 4,
 _SPARSE_ONLY = 16  # and nothing else is tried below one in 16;
 _DENSE_LEAST = 4  # XOR and raw from one in 4
+_NONE = (0,) * STREAMS
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class _Candidate:
 
     kind: BlockKind
     coding: Coding
-    streams: tuple[tuple[int, bool, bytes | Bytes], ...]  # raw size, is it zstd, stored bytes
+    streams: tuple[tuple[int, bool, bytes], ...]  # raw size, is it zstd, stored bytes
 
     @property
     def size(self) -> int:
@@ -67,37 +68,39 @@ def encode(
             f"base has {base.size} bytes, target {target.size}", fix="write a tensor whose shape changed whole"
         )
     element, elements, use = element_of(dtype), element_count(dtype, base.size), with_kernels or kernels()
-    table = np.zeros(block_count(elements, block), ROW)
-    if base_hashes is not None and base_hashes.shape != table.shape:
-        raise RefitError(f"{base_hashes.size} block hashes for {len(table)} blocks")
-    packer, payload = Packer(), []
-    for index, row in enumerate(table):
-        begin, end = block_span(dtype, elements, index, block)
-        old, new = base[begin:end], target[begin:end]
-        changed, best = _encode_block(element, old, new, profile, packer, use)
-        row["base"] = block_hash(old) if base_hashes is None else base_hashes[index]
-        row["target"] = row["base"] if best is None else block_hash(new)
+    blocks = block_count(elements, block)
+    if base_hashes is not None and base_hashes.shape != (blocks,):
+        raise RefitError(f"{base_hashes.size} block hashes for {blocks} blocks")
+    known = None if base_hashes is None else base_hashes.tolist()
+    packer, room, step = Packer(), Room(), element.bytes_of(block)
+    payload: list[bytes] = []
+    rows = []
+    for index in range(blocks):
+        old, new = base[index * step : (index + 1) * step], target[index * step : (index + 1) * step]
+        changed, best = _encode_block(element, old, new, profile, packer, room, use)
+        before = block_hash(old) if known is None else known[index]
         if best is None:
+            rows.append((BlockKind.NOOP, 0, 0, 0, 0, _NONE, _NONE, before, before))
             continue
-        row["kind"], row["coding"], row["changed"] = best.kind, best.coding, changed
-        row["zstd"] = sum(is_zstd << s for s, (_, is_zstd, _) in enumerate(best.streams))
-        for s, (size, _, stored) in enumerate(best.streams):
-            row["raw"][s], row["stored"][s] = size, len(stored)
-            payload.append(stored)
-    return TensorDelta(dtype, elements, block, table, np.frombuffer(b"".join(payload), np.uint8))
+        raw = (*(size for size, _, _ in best.streams), *_NONE)[:STREAMS]
+        stored = (*(len(data) for _, _, data in best.streams), *_NONE)[:STREAMS]
+        zstd = sum(is_zstd << s for s, (_, is_zstd, _) in enumerate(best.streams))
+        rows.append((best.kind, best.coding, zstd, 0, changed, raw, stored, before, block_hash(new)))
+        payload += (data for _, _, data in best.streams)
+    return TensorDelta(dtype, elements, block, np.array(rows, ROW), np.frombuffer(b"".join(payload), np.uint8))
 
 
 def _encode_block(
-    element: Element, base: Bytes, target: Bytes, profile: Profile, packer: Packer, use: CodecKernels
+    element: Element, base: Bytes, target: Bytes, profile: Profile, packer: Packer, room: Room, use: CodecKernels
 ) -> tuple[int, _Candidate | None]:
     """(changed elements, the shortest candidate; none for a block that stays)."""
     elements = base.size * 8 // element.bits
-    marked = use.sparse(element, base, target, elements // _SPARSE_MOST)
+    marked = use.sparse(element, base, target, elements // _SPARSE_MOST, room)
     if marked is not None and not marked.changed:
         return 0, None
     masked = None
     if marked is None or marked.changed * _SPARSE_ONLY > elements:
-        masked = use.bitmask(element, base, target)
+        masked = use.bitmask(element, base, target, room)
     best: _Candidate | None = None
     changed = marked.changed if marked is not None else masked.changed if masked is not None else 0
     for kind, coding, raw in _candidates(element, base, target, profile, use, marked, masked, changed):

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
+import numpy as np
+
 from halfbyte.errors import ConfigError
 from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.element import Element
 
-__all__ = ["Classed", "CodecKernels", "Marked", "available", "kernels"]
+__all__ = ["Classed", "CodecKernels", "Marked", "Room", "available", "kernels"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +47,24 @@ class Classed:
     low: Bytes
 
 
+class Room:
+    """Memory that is used again from block to block; for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Bytes] = {}
+
+    def take(self, name: str, size: int) -> Bytes:
+        """uint8 [size], whatever it holds; valid until the name is taken again."""
+        held = self._held.get(name)
+        if held is None or held.size < size:
+            held = self._held[name] = np.empty(size, np.uint8)
+        return held[:size]
+
+
 class CodecKernels(Protocol):
     """Work on one block. All arrays are uint8, contiguous; ``base``, ``target`` and ``data`` hold the same whole elements.
+
+    Streams made in a ``room`` are views of it, valid until the next block is worked on in it.
 
     Streams given to ``apply_*`` and ``revert_*`` must have passed ``check_*``: they are trusted, so that a write starts
     only after everything was checked.
@@ -57,11 +75,13 @@ class CodecKernels(Protocol):
         """``reference`` or an instruction set."""
         ...
 
-    def sparse(self, element: Element, base: Bytes, target: Bytes, most: int) -> Marked | None:
+    def sparse(
+        self, element: Element, base: Bytes, target: Bytes, most: int, room: Room | None = None
+    ) -> Marked | None:
         """Changed places as gaps; None as soon as more than ``most`` are found."""
         ...
 
-    def bitmask(self, element: Element, base: Bytes, target: Bytes) -> Marked:
+    def bitmask(self, element: Element, base: Bytes, target: Bytes, room: Room | None = None) -> Marked:
         """Changed places as a mask."""
         ...
 

@@ -1,4 +1,4 @@
-"""The native implementation of the codec's kernels: addresses and room for ``halfbyte.kernels._native`` (``cpp/refit.cpp``).
+"""The native implementation of the codec's kernels, round ``halfbyte.kernels._native`` (``cpp/refit.cpp``).
 
 Importing this module raises ImportError where the extension was not built.
 """
@@ -6,17 +6,16 @@ Importing this module raises ImportError where the extension was not built.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from halfbyte.kernels import _native
 from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.element import Element
-from halfbyte.refit.codec.kernels import Classed, Marked
+from halfbyte.refit.codec.kernels import Classed, Marked, Room
 
 __all__ = ["NativeCodec", "instruction_sets"]
 
 _ISAS = ("generic", "avx2", "avx512")
-_SLACK = 64  # kRefitSlack
+_SLACK = 64  # bytes that the kernels may write past a stream (kRefitSlack)
 _CLASS_HEAD = 2 + 6 * 256  # bytes: the classes' records
 _MOST_LOW = 20  # bits
 
@@ -26,22 +25,8 @@ def instruction_sets() -> tuple[str, ...]:
     return _ISAS[: _native.best_isa() + 1]
 
 
-def _at(array: Bytes) -> int:
-    """Address of a contiguous array."""
-    assert array.flags.c_contiguous
-    return array.ctypes.data
-
-
-def _room(size: int) -> Bytes:
-    return np.empty(size + _SLACK, np.uint8)
-
-
 def _kind(element: Element) -> int:
     return -element.bits if element.signed_magnitude else element.bits
-
-
-def _count(element: Element, data: npt.NDArray[np.uint8]) -> int:
-    return data.size * 8 // element.bits
 
 
 class NativeCodec:
@@ -55,30 +40,34 @@ class NativeCodec:
     def name(self) -> str:
         return self._name
 
-    def sparse(self, element: Element, base: Bytes, target: Bytes, most: int) -> Marked | None:
-        n = _count(element, base)
-        most = min(most, n)
-        where, values, wide = _room(most + n // 255), _room(most), _room(most * element.size)
+    def sparse(
+        self, element: Element, base: Bytes, target: Bytes, most: int, room: Room | None = None
+    ) -> Marked | None:
+        n = base.size * 8 // element.bits
+        room, most = room or Room(), min(most, n)
+        where = room.take("gaps", most + n // 255 + _SLACK)
+        values, wide = room.take("sparse values", most + _SLACK), room.take("sparse wide", most * element.size)
         size, changed, escapes = _native.refit_sparse(
-            self._isa, _kind(element), _at(base), _at(target), n, most, _at(where), _at(values), _at(wide)
+            self._isa, _kind(element), base, target, most, where, values, wide
         )
-        return None if changed < 0 else _marked(element, changed, escapes, where[:size], values, wide)
+        if changed < 0:
+            return None
+        return Marked(changed, where[:size], values[: (changed + 1) // 2], wide[: escapes * element.size])
 
-    def bitmask(self, element: Element, base: Bytes, target: Bytes) -> Marked:
-        n = _count(element, base)
-        where, values, wide = _room(n // 8 + 1), _room(n), _room(n * element.size)
-        size, changed, escapes = _native.refit_bitmask(
-            self._isa, _kind(element), _at(base), _at(target), n, _at(where), _at(values), _at(wide)
-        )
-        return _marked(element, changed, escapes, where[:size], values, wide)
+    def bitmask(self, element: Element, base: Bytes, target: Bytes, room: Room | None = None) -> Marked:
+        n = base.size * 8 // element.bits
+        room = room or Room()
+        where = room.take("mask", n // 8 + 1 + _SLACK)
+        values, wide = room.take("masked values", n + _SLACK), room.take("masked wide", n * element.size)
+        size, changed, escapes = _native.refit_bitmask(self._isa, _kind(element), base, target, where, values, wide)
+        return Marked(changed, where[:size], values[: (changed + 1) // 2], wide[: escapes * element.size])
 
     def is_fill(self, element: Element, target: Bytes) -> bool:
-        return bool(_native.refit_is_fill(self._isa, _kind(element), _at(target), _count(element, target)))
+        return bool(_native.refit_is_fill(self._isa, _kind(element), target))
 
     def xor(self, element: Element, base: Bytes, target: Bytes) -> Bytes:
         planes = np.empty_like(base)
-        size = element.size
-        _native.refit_xor(self._isa, size, _at(base), _at(target), base.size // size, _at(planes))
+        _native.refit_xor(self._isa, element.size, base, target, planes)
         return planes
 
     def check_sparse(self, element: Element, marked: Marked, elements: int) -> bool:
@@ -94,99 +83,69 @@ class NativeCodec:
         return self._apply(element, data, marked, mask=True)
 
     def apply_xor(self, element: Element, data: Bytes, planes: Bytes) -> None:
-        _native.refit_apply_xor(self._isa, element.size, _at(data), _at(planes), data.size // element.size)
+        _native.refit_apply_xor(self._isa, element.size, data, planes)
 
     def revert_sparse(self, element: Element, data: Bytes, gaps: Bytes, old: Bytes) -> None:
-        changed = old.size // element.size
-        _native.refit_revert(self._isa, _kind(element), False, _at(data), _at(gaps), gaps.size, changed, _at(old))
+        _native.refit_revert(self._isa, _kind(element), False, data, gaps, old)
 
     def revert_bitmask(self, element: Element, data: Bytes, mask: Bytes, old: Bytes) -> None:
-        changed = old.size // element.size
-        _native.refit_revert(self._isa, _kind(element), True, _at(data), _at(mask), mask.size, changed, _at(old))
+        _native.refit_revert(self._isa, _kind(element), True, data, mask, old)
 
     def to_classes(self, element: Element, base: Bytes, marked: Marked) -> Classed:
-        n, changed = _count(element, base), marked.changed
-        values, wide = _room(changed), np.empty_like(marked.wide)
-        quotients, low = _room(changed + n // 255), _room(_CLASS_HEAD + changed * _MOST_LOW // 8)
+        n, changed = base.size * 8 // element.bits, marked.changed
+        values, wide = np.empty(changed + _SLACK, np.uint8), np.empty_like(marked.wide)
+        quotients = np.empty(changed + n // 255 + _SLACK, np.uint8)
+        low = np.empty(_CLASS_HEAD + changed * _MOST_LOW // 8 + _SLACK, np.uint8)
         quotients_size, low_size = _native.refit_to_classes(
             self._isa,
             _kind(element),
             *element.exponent,
-            _at(base),
-            n,
-            _at(marked.where),
-            _at(marked.values),
-            _at(marked.wide),
+            base,
+            marked.where,
+            marked.values,
+            marked.wide,
             changed,
-            _at(values),
-            _at(wide),
-            _at(quotients),
-            _at(low),
+            values,
+            wide,
+            quotients,
+            low,
         )
         return Classed(changed, quotients[:quotients_size], values[: (changed + 1) // 2], wide, low[:low_size])
 
     def from_classes(self, element: Element, base: Bytes, classed: Classed) -> Marked | None:
-        n, changed = _count(element, base), classed.changed
+        n, changed = base.size * 8 // element.bits, classed.changed
         if classed.values.size != (changed + 1) // 2 or classed.wide.size % element.size:
             return None
-        where, values, wide = _room(changed + n // 255), _room(changed), _room(classed.wide.size)
+        where, values = np.empty(changed + n // 255 + _SLACK, np.uint8), np.empty(changed + _SLACK, np.uint8)
+        wide = np.empty_like(classed.wide)
         size = _native.refit_from_classes(
             self._isa,
             _kind(element),
             *element.exponent,
-            _at(base),
-            n,
-            _at(classed.values),
-            _at(classed.wide),
+            base,
+            classed.quotients,
+            classed.values,
+            classed.wide,
+            classed.low,
             changed,
-            classed.wide.size // element.size,
-            _at(classed.quotients),
-            classed.quotients.size,
-            _at(classed.low),
-            classed.low.size,
-            _at(where),
-            _at(values),
-            _at(wide),
+            where,
+            values,
+            wide,
         )
-        if size < 0:
-            return None
-        return Marked(changed, where[:size], values[: (changed + 1) // 2], wide[: classed.wide.size])
+        return None if size < 0 else Marked(changed, where[:size], values[: (changed + 1) // 2], wide)
 
     def _check(self, element: Element, marked: Marked, elements: int, *, mask: bool) -> bool:
         if marked.values.size != (marked.changed + 1) // 2 or marked.wide.size % element.size:
             return False
         return bool(
             _native.refit_check(
-                self._isa,
-                _kind(element),
-                mask,
-                _at(marked.where),
-                marked.where.size,
-                _at(marked.values),
-                _at(marked.wide),
-                marked.changed,
-                marked.wide.size // element.size,
-                elements,
+                self._isa, _kind(element), mask, marked.where, marked.values, marked.wide, marked.changed, elements
             )
         )
 
     def _apply(self, element: Element, data: Bytes, marked: Marked, *, mask: bool) -> Bytes:
         old = np.empty(marked.changed * element.size, np.uint8)
         _native.refit_apply(
-            self._isa,
-            _kind(element),
-            mask,
-            _at(data),
-            _at(marked.where),
-            marked.where.size,
-            _at(marked.values),
-            _at(marked.wide),
-            marked.changed,
-            marked.wide.size // element.size,
-            _at(old),
+            self._isa, _kind(element), mask, data, marked.where, marked.values, marked.wide, marked.changed, old
         )
         return old
-
-
-def _marked(element: Element, changed: int, escapes: int, where: Bytes, values: Bytes, wide: Bytes) -> Marked:
-    return Marked(changed, where, values[: (changed + 1) // 2], wide[: escapes * element.size])

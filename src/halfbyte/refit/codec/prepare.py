@@ -10,12 +10,14 @@ import numpy as np
 from halfbyte.errors import RefitError
 from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.blocks import block_hash, element_count
-from halfbyte.refit.codec.delta import STREAMS, BlockKind, Coding, TensorDelta
+from halfbyte.refit.codec.delta import BlockKind, BlockRow, Coding, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
 from halfbyte.refit.codec.kernels import Classed, CodecKernels, Marked, kernels
 from halfbyte.refit.codec.streams import Unpacker
 
 __all__ = ["BlockState", "Body", "Prepared", "block_state", "check_fits", "decode", "prepare"]
+
+_EMPTY = np.empty(0, np.uint8)
 
 #: A block's decoded content: marks and values (in class order until the base is at hand), or bytes (XOR planes, raw bytes,
 #: one element); None for a noop.
@@ -72,19 +74,18 @@ def prepare(
     """
     check_fits(dtype, data, delta, where)
     use = with_kernels or kernels()
-    element, unpacker = element_of(dtype), Unpacker()
+    element, unpacker, step = element_of(dtype), Unpacker(), element_of(dtype).bytes_of(delta.block)
     states, bodies = [], []
-    offsets = stream_offsets(delta)
-    for index in range(len(delta.table)):
-        begin, end = delta.span(index)
-        state = block_state(delta, index, data[begin:end], audit=audit)
+    for index, row in enumerate(delta.rows()):
+        block = data[index * step : (index + 1) * step]
+        state = block_state(row, block, audit=audit)
         body = None
         if state is not BlockState.UNCHANGED:
-            body = _decode_block(delta, index, offsets[index], element, unpacker, use, where)
+            body = _decode_block(delta, row, index, element, unpacker, use, where)
         if isinstance(body, Classed) and state is BlockState.READY:
-            body = use.from_classes(element, data[begin:end], body)
+            body = use.from_classes(element, block, body)
             if body is None:
-                raise _misfit(f"{where}, block {index}")
+                raise _misfit(where, index)
         states.append(state)
         bodies.append(body if state is BlockState.READY else None)
     return Prepared(delta, tuple(states), tuple(bodies))
@@ -96,14 +97,9 @@ def decode(delta: TensorDelta, *, where: str = "delta", with_kernels: CodecKerne
     Raises:
         RefitError: a damaged stream.
     """
-    use, element, unpacker, offsets = (
-        with_kernels or kernels(),
-        element_of(delta.dtype),
-        Unpacker(),
-        stream_offsets(delta),
-    )
+    use, element, unpacker = with_kernels or kernels(), element_of(delta.dtype), Unpacker()
     return tuple(
-        _decode_block(delta, index, offsets[index], element, unpacker, use, where) for index in range(len(delta.table))
+        _decode_block(delta, row, index, element, unpacker, use, where) for index, row in enumerate(delta.rows())
     )
 
 
@@ -117,61 +113,57 @@ def check_fits(dtype: str, data: Bytes, delta: TensorDelta, where: str) -> None:
         )
 
 
-def block_state(delta: TensorDelta, index: int, block: Bytes, *, audit: bool = False) -> BlockState:
+def block_state(row: BlockRow, block: Bytes, *, audit: bool = False) -> BlockState:
     """What a block of the weights is."""
-    row = delta.table[index]
-    if row["kind"] == BlockKind.NOOP:
-        good = not audit or block_hash(block) == row["base"]
+    if row.kind is BlockKind.NOOP:
+        good = not audit or block_hash(block) == row.base
         return BlockState.UNCHANGED if good else BlockState.DAMAGED
     found = block_hash(block)
-    return (
-        BlockState.READY if found == row["base"] else BlockState.DONE if found == row["target"] else BlockState.DAMAGED
-    )
-
-
-def stream_offsets(delta: TensorDelta) -> list[int]:
-    """Where each block's first stream begins in the payload."""
-    ends = np.cumsum(delta.table["stored"].sum(1, dtype=np.int64))
-    return [0, *ends.tolist()]
+    return BlockState.READY if found == row.base else BlockState.DONE if found == row.target else BlockState.DAMAGED
 
 
 def _decode_block(
     delta: TensorDelta,
+    row: BlockRow,
     index: int,
-    offset: int,
     element: Element,
     unpacker: Unpacker,
     use: CodecKernels,
     where: str,
 ) -> Body:
-    row = delta.table[index]
-    kind = row["kind"]
-    if kind == BlockKind.NOOP:
+    kind = row.kind
+    if kind is BlockKind.NOOP:
         return None
-    where = f"{where}, block {index}"
-    streams, zstd = [], int(row["zstd"])
-    for s, (raw, stored) in enumerate(zip(row["raw"].tolist(), row["stored"].tolist(), strict=True)):
-        streams.append(unpacker.unpack(delta.payload[offset : offset + stored], bool(zstd >> s & 1), raw, where=where))
-        offset += stored
-    assert len(streams) == STREAMS
-    if kind in (BlockKind.XOR, BlockKind.RAW):
+    streams, at, zstd = [], row.offset, row.zstd
+    for raw, stored in zip(row.raw, row.stored, strict=True):
+        if raw == 0:
+            streams.append(_EMPTY)
+            zstd >>= 1
+            continue
+        try:
+            streams.append(unpacker.unpack(delta.payload[at : at + stored], bool(zstd & 1), raw))
+        except RefitError as error:
+            raise RefitError(error.what, where=f"{where}, block {index}", fix="fetch the object again") from error
+        at, zstd = at + stored, zstd >> 1
+    if kind is BlockKind.XOR or kind is BlockKind.RAW:
         return streams[0]
     elements = min(delta.block, delta.elements - index * delta.block)
-    if kind == BlockKind.FILL:
-        good, body = element.bits >= 8 or streams[0][0] < 16, streams[0]
-        if not good:
-            raise RefitError("unusable delta: a fill of more than 4 bits", where=where)
-        return body
-    if row["coding"] == Coding.CLASSES:
-        return Classed(int(row["changed"]), *streams)
-    marked = Marked(int(row["changed"]), *streams[:3])
-    check = use.check_sparse if kind == BlockKind.SPARSE else use.check_bitmask
+    if kind is BlockKind.FILL:
+        if element.bits < 8 and streams[0][0] > 15:
+            raise _misfit(where, index)
+        return streams[0]
+    if row.coding is Coding.CLASSES:
+        return Classed(row.changed, *streams)
+    marked = Marked(row.changed, *streams[:3])
+    check = use.check_sparse if kind is BlockKind.SPARSE else use.check_bitmask
     if not check(element, marked, elements):
-        raise _misfit(where)
+        raise _misfit(where, index)
     return marked
 
 
-def _misfit(where: str) -> RefitError:
+def _misfit(where: str, index: int) -> RefitError:
     return RefitError(
-        "unusable delta: positions or values that do not fit the block", where=where, fix="fetch the object again"
+        "unusable delta: positions or values that do not fit the block",
+        where=f"{where}, block {index}",
+        fix="fetch the object again",
     )

@@ -21,7 +21,7 @@ from halfbyte.refit.codec.integers import (
     store,
     unrank,
 )
-from halfbyte.refit.codec.kernels import Classed, Marked
+from halfbyte.refit.codec.kernels import Classed, Marked, Room
 from halfbyte.refit.codec.reference_classes import from_classes, to_classes, values_agree
 
 __all__ = ["ReferenceCodec"]
@@ -34,14 +34,16 @@ class ReferenceCodec:
     def name(self) -> str:
         return "reference"
 
-    def sparse(self, element: Element, base: Bytes, target: Bytes, most: int) -> Marked | None:
+    def sparse(
+        self, element: Element, base: Bytes, target: Bytes, most: int, room: Room | None = None
+    ) -> Marked | None:
         old, new = elements_of(element, base), elements_of(element, target)
         positions = np.flatnonzero(old != new)
         if positions.size > most:
             return None
         return Marked(positions.size, gaps_of_positions(positions), *_values(element, old[positions], new[positions]))
 
-    def bitmask(self, element: Element, base: Bytes, target: Bytes) -> Marked:
+    def bitmask(self, element: Element, base: Bytes, target: Bytes, room: Room | None = None) -> Marked:
         old, new = elements_of(element, base), elements_of(element, target)
         marks = old != new
         mask = np.packbits(marks, bitorder="little")

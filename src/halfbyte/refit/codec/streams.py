@@ -12,6 +12,7 @@ __all__ = ["Packer", "Unpacker"]
 
 _SHORTEST = 16  # bytes; a frame costs about ten
 _LEVEL = 1
+_FRAME_HEADER = 18  # bytes, at most
 
 
 class Packer:
@@ -25,13 +26,13 @@ class Packer:
         )
         self._zstd = zstandard.ZstdCompressor(compression_params=parameters)
 
-    def pack(self, raw: Bytes) -> tuple[bool, bytes | Bytes]:
+    def pack(self, raw: Bytes) -> tuple[bool, bytes]:
         """(whether it is a zstd frame, the bytes to store)."""
         if raw.size >= _SHORTEST:
             frame = self._zstd.compress(raw)
             if len(frame) < raw.size:
                 return True, frame
-        return False, raw
+        return False, raw.tobytes()
 
 
 class Unpacker:
@@ -40,7 +41,7 @@ class Unpacker:
     def __init__(self) -> None:
         self._zstd = zstandard.ZstdDecompressor()
 
-    def unpack(self, stored: Bytes, is_zstd: bool, size: int, *, where: str) -> Bytes:
+    def unpack(self, stored: Bytes, is_zstd: bool, size: int) -> Bytes:
         """The stream of exactly ``size`` bytes.
 
         Raises:
@@ -48,15 +49,15 @@ class Unpacker:
         """
         if not is_zstd:
             if stored.size != size:
-                raise RefitError(f"a stream has {stored.size} bytes, its table says {size}", where=where)
+                raise RefitError(f"a stream has {stored.size} bytes, its table says {size}")
             return stored
         try:
-            claimed = zstandard.get_frame_parameters(stored[:18].tobytes()).content_size
+            claimed = zstandard.get_frame_parameters(stored[:_FRAME_HEADER]).content_size
             if claimed != size:
-                raise RefitError(f"a zstd frame of {claimed} bytes, its table says {size}", where=where)
+                raise RefitError(f"a zstd frame of {claimed} bytes, its table says {size}")
             raw = np.frombuffer(self._zstd.decompress(stored, allow_extra_data=False), np.uint8)
         except zstandard.ZstdError as error:
-            raise RefitError(f"a damaged zstd frame ({error})", where=where, fix="fetch the object again") from error
+            raise RefitError(f"a damaged zstd frame ({error})") from error
         if raw.size != size:
-            raise RefitError(f"a zstd frame held {raw.size} bytes, its table says {size}", where=where)
+            raise RefitError(f"a zstd frame held {raw.size} bytes, its table says {size}")
         return raw
