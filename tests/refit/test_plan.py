@@ -38,7 +38,7 @@ def test_bytes_per_change_are_what_the_codec_needs(trace: str, profile: Any) -> 
     delta = encode("BF16", base.view(np.uint8), target.view(np.uint8), profile)
     needed = delta.n_bytes / delta.changed
     predicted = bytes_per_change(delta.changed / len(base), profile)
-    assert needed == pytest.approx(predicted, rel=0.25 if trace == "25%" else 0.06)
+    assert needed == pytest.approx(predicted, rel=0.3 if trace == "25%" else 0.06)
 
 
 def test_bytes_per_change_at_the_ends() -> None:

@@ -18,6 +18,9 @@ from halfbyte.models.precision import Kind, Precision
 
 __all__ = ["Packer", "Source", "fused_groups", "requantised"]
 
+#: With this share of rows changed or more, everything is quantised: unpacking the old codes costs as much.
+_FEW = 0.5
+
 Linears = dict[tuple[tuple[str, ...], Kind], PackedLinear]
 Experts = dict[tuple[int, Kind], PackedExperts]
 
@@ -111,12 +114,18 @@ class Packer:
                 if packable == "fp32":
                     packed = packed.float()
             else:
-                before = None if self.old is None else self.old[0][key, kind].store.unpacked()
+                partial = any(self._few(f"{n}.weight") or f"{n}.weight" in self.source.codes for n in names)
+                before = self.old[0][key, kind].store.unpacked() if partial and self.old is not None else None
                 packed = _concatenate(self._members(names, before))
             activation = self.precision.activation_spec if packable == "w4a4" else None
             self.linears[key, kind] = self.kernels.pack_linear(
                 packed, packable, activation_spec=activation, bias=self._bias(names), name="+".join(names)
             )
+
+    def _few(self, parameter: str) -> bool:
+        """Whether so few rows of a parameter changed that keeping the codes of the others is worth it."""
+        rows = self.rows.get(parameter)
+        return self.old is not None and (rows is None or float(rows.float().mean()) < _FEW)
 
     def _columns(self, name: str) -> int:
         held = self.source.codes.get(f"{name}.weight")
@@ -176,11 +185,13 @@ class Packer:
             quantised = packable in ("w4a16", "w4a4")
             gate_up: Tensor | QuantTensor
             down: Tensor | QuantTensor
-            if quantised:
+            few = self._few(gate_up_name) or self._few(down_name)
+            if quantised and (coded or few or first[0] in self.source.scales):
                 before = None if self.old is None else self.old[1][layer, kind]
                 gate_up, down = self._expert_codes(layer, before, coded=coded)
             else:
                 gate_up, down = self.source.params[gate_up_name], self.source.params[down_name]
+                self.quantised_rows += quantised * (gate_up.shape[:2].numel() + down.shape[:2].numel())
                 if packable == "fp32":
                     gate_up, down = gate_up.float(), down.float()
             self.experts[layer, kind] = self.kernels.pack_experts(

@@ -73,7 +73,9 @@ class EngineTarget:
 
     def read(self, name: str) -> Bytes:
         """A published tensor's bytes."""
-        return flat_bytes(self._arrays()[name])
+        if name in self.layout.locations:
+            return flat_bytes(self.layout.view(self.source.params, name))
+        return flat_bytes(self.source.scales[name.removesuffix(_SCALE)])
 
     def stage(self, update: Update) -> None:
         """Patch copies of the touched parameters, and pack what they are part of.

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from halfbyte.config import Config
 from halfbyte.envs import Environment, Prompt
-from halfbyte.errors import NumericsError, UserError
+from halfbyte.errors import NumericsError, RefitError, UserError
 from halfbyte.learner.learner import Learner
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.models.trajectory import SamplingParams, Trajectory
@@ -20,6 +20,7 @@ from halfbyte.train.prompts import prompt_index
 from halfbyte.train.run_folder import RunFolder
 from halfbyte.train.state import Progress, save_state
 from halfbyte.train.tracker import Tracker
+from halfbyte.train.weights import WeightPath
 
 __all__ = ["Trainer"]
 
@@ -30,6 +31,7 @@ class Trainer:
     """Runs steps until the end, a request to stop, or an error.
 
     Arguments:
+        weights: the way from the learner to the engine, open at ``progress.version``.
         progress: where to go on; ``Progress()`` for a new run.
 
     Attributes:
@@ -45,9 +47,11 @@ class Trainer:
         environment: Environment,
         tokenizer: Tokenizer,
         tracker: Tracker,
+        weights: WeightPath,
         progress: Progress,
         prompt_limit: int,
     ) -> None:
+        self.weights = weights
         self.config, self.folder, self.engine, self.learner = config, folder, engine, learner
         self.environment, self.tokenizer, self.tracker, self.progress = environment, tokenizer, tracker, progress
         self.prompt_limit = prompt_limit
@@ -69,12 +73,13 @@ class Trainer:
         """Train; returns False if stopped before the last step. A checkpoint is written at the end either way.
 
         Raises:
-            UserError: in mid-run; the steps done so far are in a checkpoint, except where a weight is not finite.
+            UserError: in mid-run; the steps done so far are in a checkpoint, except where a weight is not finite or
+                cannot be published.
         """
         try:
             return self._run()
         except UserError as error:
-            if self.progress.step and not isinstance(error, NumericsError):
+            if self.progress.step and not isinstance(error, NumericsError | RefitError):  # these strike in mid-step
                 self._save()
             raise
 
@@ -159,16 +164,17 @@ class Trainer:
                 display.say(f"warning: {note}")
         self._say_why_nothing_scored(trajectories, display)
         learned = time.perf_counter()
+        refit: dict[str, float] = {}
         if result.changed:
+            refit = self.weights.publish(progress.version + 1)
             progress.version += 1
-            self.engine.load_weights(dict(self.learner.parameters.published()), progress.version)
         published = time.perf_counter()
         every = config.train.save_trajectories_every
         if every and progress.step % every == 0:
             self.folder.save_trajectories(progress.step + 1, map(self._readable, trajectories[:SAVED_TRAJECTORIES]))
         progress.rollout_seconds += rolled - start
         progress.learner_seconds += learned - rolled
-        row = result.metrics | _rollout_metrics(trajectories)
+        row = result.metrics | _rollout_metrics(trajectories) | refit
         row |= {
             "version": float(progress.version),
             "tokens/rollout": float(self.engine.tokens_generated - generated),
