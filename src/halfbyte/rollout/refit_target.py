@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,13 +136,13 @@ class EngineTarget:
         for block in change.blocks:
             write_block(data, block, "new", expect=("old",))
         parameter = params[where.parameter]
-        columns = parameter.shape[-1] if parameter.dim() > 1 else parameter.numel()
-        mask = rows.setdefault(where.parameter, torch.zeros(parameter.numel() // max(columns, 1), dtype=torch.bool))
-        of_tensor = (
-            mask if where.expert is None else mask.view(parameter.shape[0], -1)[where.expert, where.begin : where.end]
-        )
+        columns = max(parameter.shape[-1] if parameter.dim() > 1 else parameter.numel(), 1)
+        mask = rows.setdefault(where.parameter, torch.zeros(parameter.numel() // columns, dtype=torch.bool))
         if info.name in self.layout.locations:
-            of_tensor[torch.from_numpy(np.unique(change.positions() // max(columns, 1)))] = True
+            touched = change.positions() // columns
+            if where.expert is not None:
+                touched += where.expert * parameter.shape[1] + where.begin
+            mask.numpy()[touched] = True
 
 
 def checked_info(change: Change, infos: Mapping[str, TensorInfo]) -> TensorInfo:

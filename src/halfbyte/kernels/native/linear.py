@@ -75,6 +75,12 @@ class PanelStore:
             return formats.dequantise(quantised).contiguous()
         return values.contiguous() if self.stack is not None else values[0].contiguous()
 
+    def parts(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """See :class:`~halfbyte.kernels.weights.WeightStore`; padding is zero."""
+        if self.codes is None or self.scales is None or self.row_scale is None:
+            return None
+        return self.codes, self.scales, self.row_scale
+
     def unpacked(self) -> QuantTensor | None:
         """See :class:`~halfbyte.kernels.weights.WeightStore`."""
         if self.codes is None:

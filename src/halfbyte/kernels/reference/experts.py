@@ -43,6 +43,14 @@ class ExpertRows:
         """float32 ``[E, N, K]``."""
         return torch.stack([r.dequantised() for r in self.rows])
 
+    def parts(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """See :class:`~halfbyte.kernels.weights.WeightStore`; joined, so copied."""
+        found = [p for r in self.rows if (p := r.parts()) is not None]
+        if not found:
+            return None
+        codes, scales, rows = (torch.cat(column) for column in zip(*found))
+        return codes, scales, rows
+
     def unpacked(self) -> QuantTensor | None:
         """See :class:`~halfbyte.kernels.weights.WeightStore`."""
         parts = [q for r in self.rows if (q := r.unpacked()) is not None]

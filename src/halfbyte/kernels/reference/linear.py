@@ -57,6 +57,11 @@ class RowStore:
         assert self.dense is not None
         return self.dense.to(torch.float32)
 
+    def parts(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """See :class:`~halfbyte.kernels.weights.WeightStore`."""
+        q = self.quantised
+        return None if q is None else (q.codes, q.scales, self.row_multiplier)
+
     def unpacked(self) -> QuantTensor | None:
         """See :class:`~halfbyte.kernels.weights.WeightStore`."""
         q = self.quantised
