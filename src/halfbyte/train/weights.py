@@ -13,6 +13,7 @@ import shutil
 import time
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from halfbyte.errors import RefitError
@@ -20,6 +21,7 @@ from halfbyte.learner.learner import Learner
 from halfbyte.refit.disk import Disk
 from halfbyte.refit.head import read_head
 from halfbyte.refit.local import take
+from halfbyte.refit.patch import Update
 from halfbyte.refit.publisher import Publisher, PublishOptions
 from halfbyte.refit.retention import Retention, collect
 from halfbyte.refit.state import StateHash
@@ -85,7 +87,7 @@ class WeightPath:
                 "refit/avalanches": float(codes.avalanches),
             }
         return {
-            "refit/changed": done.update.changed / max(done.elements, 1),
+            "refit/changed": _differing(done.update) / max(done.elements, 1),
             "refit/bytes": float(done.payload_bytes),
             "refit/full_bytes": float(done.full_bytes),
             **fp4,
@@ -119,3 +121,9 @@ class WeightPath:
         publisher = Publisher(self.store, f"{name}-{secrets.token_hex(4)}", options=OPTIONS)
         publisher.publish(tensors, version=version)
         return publisher
+
+
+def _differing(update: Update) -> int:
+    """Elements whose bits differ; a patch of a dense block writes equal ones, too."""
+    blocks = [block for change in update.changes for block in change.blocks]
+    return sum(int(np.count_nonzero(block.old != block.new)) for block in blocks)
