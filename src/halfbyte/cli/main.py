@@ -16,6 +16,7 @@ from halfbyte.cli import threads
 from halfbyte.cli.bench import make_bench
 from halfbyte.cli.doctor import doctor
 from halfbyte.cli.generate import generate
+from halfbyte.cli.refit import make_refit
 from halfbyte.cli.report import report
 from halfbyte.cli.train import train
 from halfbyte.errors import UserError
@@ -35,6 +36,7 @@ def make_app() -> App:
     for command in (train, generate, report, doctor):
         app.command(command)
     app.command(make_bench())
+    app.command(make_refit())
     return app
 
 

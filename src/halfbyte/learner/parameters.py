@@ -99,15 +99,11 @@ class Parameters:
         return checkpoint_views(self._published, self.arch)
 
     def published_scales(self) -> dict[str, Tensor]:
-        """``<weight>.global_scale`` -> stored scale, float32 of shape (), of every weight whose scale outlives versions."""
+        """``<weight>.global_scale`` -> stored scale, float32 of shape (), of the weights whose scale outlives versions
+        (gate and up of an expert share one, under the gate's name)."""
         if self.scales is None:
             return {}
-        out = {}
-        for name, scale in self.scales.current.items():
-            out[f"{name}.global_scale"] = scale
-            if name.endswith(".gate_proj.weight") and ".experts." in name:  # the pair shares it
-                out[f"{name.replace('.gate_proj.', '.up_proj.')}.global_scale"] = scale
-        return out
+        return {f"{name}.global_scale": scale for name, scale in self.scales.current.items()}
 
     def restore_scales(self, state: Mapping[str, Tensor]) -> None:
         """Go on with the global scales of a saved run; everything effective is recomputed by the next :meth:`refresh`.

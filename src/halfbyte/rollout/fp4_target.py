@@ -196,7 +196,9 @@ def _shared_scales(
     for layer in arch.moe_layers:
         for e in range(arch.n_experts):
             gate, up, _ = expert_names(arch, layer, e)
-            if gate not in out and _is_coded(arch, precision, gate):
+            if gate in out:
+                out[up] = out[gate]
+            elif _is_coded(arch, precision, gate):
                 shared = shared_global([views[gate], views[up]], spec)
                 if float(shared) > 0:
                     out[gate] = out[up] = shared
