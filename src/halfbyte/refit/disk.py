@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Buffer", "Disk"]
+__all__ = ["Buffer", "Disk", "temporary_name"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -31,22 +31,22 @@ class Disk:
             for chunk in chunks:
                 file.write(chunk)
 
-    def append(self, path: Path, data: Buffer) -> None:
-        """Add to the end of ``path``, creating it; not durable yet."""
-        with path.open("ab") as file:
-            file.write(data)
-
-    def scatter(self, path: Path, offset: int, positions: npt.NDArray[np.int64], values: npt.NDArray[np.uint8]) -> None:
+    def scatter(
+        self, path: Path, offset: int, positions: npt.NDArray[np.uint32] | None, values: npt.NDArray[np.unsignedinteger]
+    ) -> None:
         """Overwrite elements of a file in place; not durable yet.
 
         Arguments:
-            offset: byte at which element 0 begins.
-            positions: element numbers, int64[n].
-            values: new bytes, uint8[n, width].
+            offset: byte at which element 0 begins; any alignment.
+            positions: ascending element numbers [n]; None: 0 to n - 1.
+            values: new values [n].
         """
-        width = values.shape[1]
-        data = np.memmap(path, np.uint8, "r+", offset, (((int(positions.max()) + 1) if len(positions) else 0) * width,))
-        data.reshape(-1, width)[positions] = values
+        if not len(values):
+            return
+        last = len(values) - 1 if positions is None else int(positions[-1])
+        unit = values.itemsize
+        data = np.memmap(path, np.uint8, "r+", offset, ((last + 1) * unit,))
+        data.view(values.dtype)[slice(None) if positions is None else positions] = values
         data.flush()
 
     def sync(self, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from halfbyte.refit.errors import LayoutError
 from halfbyte.refit.head import Edge
 from halfbyte.refit.manifest import Manifest, Signer, TensorChange
 from halfbyte.refit.objects import content_hash, read_object, write_object
+from halfbyte.refit.parallel import each
 from halfbyte.refit.state import StateHash
 
 __all__ = ["Draft", "Row", "changed_rows", "delta_row", "pack", "whole_rows"]
@@ -35,7 +35,7 @@ class Draft:
         return cls(manifest, manifest.to_bytes(signer), objects)
 
     @property
-    def bytes(self) -> int:
+    def n_bytes(self) -> int:
         """What fetching it costs."""
         return len(self.data) + sum(len(data) for data in self.objects.values())
 
@@ -47,7 +47,7 @@ class Draft:
     def edge(self, base: str) -> Edge:
         """Its entry in the catalogue; ``base`` is the state digest of the parent."""
         m = self.manifest
-        return Edge(m.version, m.state, m.parent, "" if m.parent is None else base, m.kind, self.bytes, m.digest())
+        return Edge(m.version, m.state, m.parent, "" if m.parent is None else base, m.kind, self.n_bytes, m.digest())
 
 
 def changed_rows(
@@ -77,8 +77,7 @@ def changed_rows(
         delta = encode(info.dtype, read(name), data, profile, block=state.block, base_hashes=state.hashes(name))
         return None if delta.is_noop else (TensorChange(info, "patch", 0, delta.changed), delta.to_bytes())
 
-    with ThreadPoolExecutor(threads) as pool:
-        rows = [row for row in pool.map(change, sorted(infos)) if row is not None]
+    rows = [row for row in each(change, sorted(infos), threads) if row is not None]
     return rows + [(TensorChange(i, "remove", None), b"") for n, i in sorted(state.infos.items()) if n not in infos]
 
 
@@ -93,7 +92,9 @@ def whole_rows(infos: Mapping[str, TensorInfo], data: Callable[[str], Bytes]) ->
     return [(TensorChange(infos[name], "add", 0, infos[name].elements), data(name)) for name in sorted(infos)]
 
 
-def pack(rows: Sequence[Row], most: int, metadata: Mapping[str, str]) -> tuple[dict[str, bytes], tuple[TensorChange, ...]]:
+def pack(
+    rows: Sequence[Row], most: int, metadata: Mapping[str, str]
+) -> tuple[dict[str, bytes], tuple[TensorChange, ...]]:
     """Objects of about ``most`` bytes (digest -> bytes), and the rows in name order with their object's number.
 
     Many small tensors share an object: 18,000 experts cost a few requests.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,18 +15,13 @@ from halfbyte.refit.errors import CorruptError
 from halfbyte.refit.head import Edge, Head
 from halfbyte.refit.keys import manifest_key, object_key
 from halfbyte.refit.manifest import Manifest, ObjectRef, Signer
+from halfbyte.refit.parallel import each, worker_threads
 from halfbyte.refit.store.protocol import ReadStore
 
-__all__ = ["Fetcher", "worker_threads"]
+__all__ = ["Fetcher"]
 
 _MANIFEST_LIMIT = 1 << 28
 _MANIFESTS_KEPT = 64
-
-
-def worker_threads() -> int:
-    """Threads for fetching, encoding and preparing: ``HALFBYTE_THREADS``, or up to four."""
-    named = os.environ.get("HALFBYTE_THREADS", "")
-    return max(1, int(named)) if named.isdigit() else min(4, os.cpu_count() or 1)
 
 
 class Fetcher:
@@ -93,15 +87,15 @@ class Fetcher:
             CorruptError: a manifest says something else than the catalogue or HEAD.
         """
         digests = [*(edge.manifest for edge in route), head.manifest]
-        with ThreadPoolExecutor(self.threads) as pool:
-            found = dict(zip(digests, pool.map(self.manifest, digests), strict=True))
+        found = dict(zip(digests, each(self.manifest, digests, self.threads), strict=True))
         for edge in route:
             m = found[edge.manifest]
             says = (m.run, m.version, m.state, m.parent, m.kind)
             listed = (head.run, edge.version, edge.state, edge.parent, edge.kind)
             if says != listed or m.epoch > head.epoch:
                 raise CorruptError(
-                    f"the manifest is of {says}, the catalogue lists {listed}", where=f"{self.store}: {manifest_key(edge.manifest)}"
+                    f"the manifest is of {says}, the catalogue lists {listed}",
+                    where=f"{self.store}: {manifest_key(edge.manifest)}",
                 )
         own = found[head.manifest]
         if (own.run, own.version, own.state) != (head.run, head.version, head.state) or own.epoch > head.epoch:
@@ -111,7 +105,7 @@ class Fetcher:
             )
         return [found[digest] for digest in digests]
 
-    def objects(self, refs: Iterable[ObjectRef]) -> dict[str, bytes | mmap.mmap]:
+    def objects(self, refs: Iterable[ObjectRef]) -> dict[str, memoryview]:
         """Objects by digest, each checked.
 
         Raises:
@@ -119,10 +113,10 @@ class Fetcher:
             ObjectMissingError, StoreUnavailableError: see the store.
         """
         wanted = list({ref.digest: ref for ref in refs}.values())
-        found: dict[str, bytes | mmap.mmap] = {}
+        found: dict[str, memoryview] = {}
         with ThreadPoolExecutor(self.threads) as pool:
             for ref, data in zip(wanted, pool.map(self._object, wanted), strict=True):
-                found[ref.digest] = data
+                found[ref.digest] = memoryview(data)
                 self.progress()
         return found
 

@@ -73,7 +73,8 @@ class Head:
             and _digest(value["catalogue"])
             and isinstance(value["publisher"], str)
             and all(
-                _digest(value[key]) if value["version"] is not None else value[key] == "" for key in ("state", "manifest")
+                _digest(value[key]) if value["version"] is not None else value[key] == ""
+                for key in ("state", "manifest")
             )
         )
         if not good:
@@ -149,7 +150,9 @@ class Catalogue:
     def adding(self, *edges: Edge) -> Catalogue:
         """With more steps; a step that is already there is not added twice."""
         merged = {edge.manifest: edge for edge in (*self.edges, *edges)}
-        return replace(self, edges=tuple(sorted(merged.values(), key=lambda e: (e.version, e.parent or -1, e.manifest))))
+        return replace(
+            self, edges=tuple(sorted(merged.values(), key=lambda e: (e.version, e.parent or -1, e.manifest)))
+        )
 
     def keeping(self, wanted: Callable[[Edge], bool]) -> Catalogue:
         """Only the steps that ``wanted`` says."""

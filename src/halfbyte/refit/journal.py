@@ -115,7 +115,9 @@ class Journal:
             data = b""
         if hashlib.sha256(data).hexdigest() != self.record.log:
             raise CorruptError(
-                "the log of an interrupted commit is damaged", where=str(self.log_path), fix="reload the target's weights"
+                "the log of an interrupted commit is damaged",
+                where=str(self.log_path),
+                fix="reload the target's weights",
             )
         return update_from_bytes(data)
 
@@ -125,7 +127,9 @@ class Journal:
         except FileNotFoundError:
             return Record()
         except ValueError as error:
-            raise CorruptError(f"not JSON: {error}", where=str(self.path), fix="delete the subscriber's folder") from error
+            raise CorruptError(
+                f"not JSON: {error}", where=str(self.path), fix="delete the subscriber's folder"
+            ) from error
         try:
             if value.pop("format") != _FORMAT or value["phase"] not in ("idle", "committing"):
                 raise ValueError("another format")
@@ -170,8 +174,8 @@ def update_from_bytes(data: bytes) -> Update:
             where = None if whole else positions[place : place + count]
             done.append(BlockPatch(begin, where, *(s[at : at + n_bytes].copy().view(kind) for s in (old, new))))
             place, at = place + (0 if whole else count), at + n_bytes
-        infos = [None if i is None else TensorInfo(i[0], i[1], tuple(i[2])) for i in (before, after)]
-        changes.append(Change(*infos, tuple(done), old if has_old else None, new if has_new else None))
+        first, last = (None if i is None else TensorInfo(i[0], i[1], tuple(i[2])) for i in (before, after))
+        changes.append(Change(first, last, tuple(done), old if has_old else None, new if has_new else None))
     source = index["source"]
     return Update(None if source is None else Stamp(**source), Stamp(**index["target"]), tuple(changes))
 

@@ -7,7 +7,6 @@ holds, a digest that does not follow, bytes that do not become what the manifest
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +18,7 @@ from halfbyte.refit.codec import TensorDelta, apply, block_hash, block_hashes, b
 from halfbyte.refit.codec.element import element_of
 from halfbyte.refit.errors import CorruptError, LayoutError, WrongBaseError
 from halfbyte.refit.manifest import Manifest, TensorChange
+from halfbyte.refit.parallel import each
 from halfbyte.refit.patch import BlockPatch, Change, Stamp, Update, patch_between
 from halfbyte.refit.state import StateHash
 from halfbyte.refit.target import Target
@@ -75,10 +75,9 @@ def target_state(target: Target, names: Names, block: int, threads: int = 1) -> 
         return block_hashes(infos[name].dtype, target.read(name), block)
 
     published = names.published()
-    with ThreadPoolExecutor(threads) as pool:
-        for name, found in zip(published, pool.map(hashes, published), strict=True):
-            info = infos[names.held(name)[0]]
-            state.put(TensorInfo(name, info.dtype, info.shape), found)
+    for name, found in zip(published, each(hashes, published, threads), strict=True):
+        info = infos[names.held(name)[0]]
+        state.put(TensorInfo(name, info.dtype, info.shape), found)
     return state
 
 
@@ -157,7 +156,9 @@ def advance(
             plans.setdefault(name, Plan(change.info)).deltas.append(delta)
         else:
             if data.size != change.info.bytes:
-                raise CorruptError(f"{data.size} bytes for tensor {name!r}", where=where, expected=f"{change.info.bytes}")
+                raise CorruptError(
+                    f"{data.size} bytes for tensor {name!r}", where=where, expected=f"{change.info.bytes}"
+                )
             state.put(change.info, block_hashes(change.info.dtype, data, block))
             plans[name] = Plan(change.info, data)
     return state
@@ -190,15 +191,11 @@ def prepare_update(
     for name, _ in (damaged or {}).items():
         plans.setdefault(name, Plan(state.infos[name]))
     work = [(name, plan) for name, plan in sorted(plans.items()) if plan.info is not None or names.held(name)]
-    with ThreadPoolExecutor(threads) as pool:
-        ready = list(pool.map(lambda item: _fold(target, names, state, *item, set((damaged or {}).get(item[0], ()))), work))
+    ready = each(lambda item: _fold(target, names, state, *item, set((damaged or {}).get(item[0], ()))), work, threads)
     broken = {item.name: sorted(item.damaged) for item in ready if item.damaged}
     mended = repair(broken, state) if broken else {}
-    changes: list[Change] = []
-    with ThreadPoolExecutor(threads) as pool:
-        for found in pool.map(lambda item: _compare(target, names, state, item, mended.get(item.name, {})), ready):
-            changes += found
-    return Update(source, goal, tuple(changes))
+    found = each(lambda item: _compare(target, names, state, item, mended.get(item.name, {})), ready, threads)
+    return Update(source, goal, tuple(change for changes in found for change in changes))
 
 
 @dataclass
@@ -231,11 +228,15 @@ def _fold(target: Target, names: Names, state: StateHash, name: str, plan: Plan,
     dtype, elements = plan.info.dtype, plan.info.elements
     bad = {i for i in bad if block_hash(_block(data, dtype, elements, i, state.block)) != hashes[i]}
     if plan.start is not None and bad:
-        raise CorruptError(f"a delta does not fit the full version it follows ({len(bad)} blocks)", where=f"tensor {name!r}")
+        raise CorruptError(
+            f"a delta does not fit the full version it follows ({len(bad)} blocks)", where=f"tensor {name!r}"
+        )
     return _Folded(name, plan.info, data, None if plan.start is not None else touched, bad)
 
 
-def _compare(target: Target, names: Names, state: StateHash, item: _Folded, mended: Mapping[int, Bytes]) -> list[Change]:
+def _compare(
+    target: Target, names: Names, state: StateHash, item: _Folded, mended: Mapping[int, Bytes]
+) -> list[Change]:
     """Changes of all the target's names for one published tensor."""
     infos = target.infos()
     if item.info is None:
@@ -269,4 +270,3 @@ def _compare(target: Target, names: Names, state: StateHash, item: _Folded, mend
 def _block(data: Bytes, dtype: str, elements: int, index: int, block: int) -> Bytes:
     begin, end = block_span(dtype, elements, index, block)
     return data[begin:end]
-

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from halfbyte.refit.codec import BLOCK, Profile
 from halfbyte.refit.disk import Disk
 from halfbyte.refit.draft import Draft, Row, changed_rows, delta_row, pack, whole_rows
 from halfbyte.refit.errors import CorruptError, RewoundError, StoreError
-from halfbyte.refit.fetch import worker_threads
 from halfbyte.refit.head import Head
 from halfbyte.refit.history import History
 from halfbyte.refit.leases import Lease, drop_lease, write_lease
 from halfbyte.refit.manifest import Kind, Manifest, ObjectRef, Signer
+from halfbyte.refit.parallel import each, worker_threads
 from halfbyte.refit.patch import Stamp, Update
 from halfbyte.refit.prepare import Names, Plan, advance, prepare_update
 from halfbyte.refit.reign import Reign
@@ -134,7 +133,13 @@ class Publisher:
         disk: Disk | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.store, self.run, self.options, self.signer, self.clock = store, run, options or PublishOptions(), signer, clock
+        self.store, self.run, self.options, self.signer, self.clock = (
+            store,
+            run,
+            options or PublishOptions(),
+            signer,
+            clock,
+        )
         self.threads = worker_threads()
         self._name = f"publisher-{run}"[:100]
         self._disk, self._folder = disk or Disk(), baseline
@@ -191,7 +196,7 @@ class Publisher:
         return Published(
             stamp=following.update.target,
             kind=m.kind,
-            bytes=draft.bytes,
+            bytes=draft.n_bytes,
             payload_bytes=following.payload,
             full_bytes=sum(info.bytes for info in weights),
             changed=sum(change.changed for change in m.tensors),
@@ -251,7 +256,11 @@ class Publisher:
         self._aliases = dict(self._follower.fetcher.manifest(digest).aliases) if digest else {}
 
     def _encode(
-        self, version: int, tensors: Mapping[str, Any], infos: Mapping[str, TensorInfo], statistics: Mapping[str, int | float]
+        self,
+        version: int,
+        tensors: Mapping[str, Any],
+        infos: Mapping[str, TensorInfo],
+        statistics: Mapping[str, int | float],
     ) -> _Next:
         arrays, aliases = untie(tensors, self.options.ties)
         found = {name: infos.get(name) or info_of(name, array) for name, array in arrays.items()}
@@ -329,8 +338,7 @@ class Publisher:
         """Objects first, then the manifest that names them; all under a lease until HEAD does."""
         digest = draft.manifest.digest()
         write_lease(self.store, Lease(self._name, (digest,), tuple(draft.objects)))
-        with ThreadPoolExecutor(self.threads) as pool:
-            list(pool.map(lambda item: self._reign.put_object(*item), draft.objects.items()))
+        each(lambda item: self._reign.put_object(*item), list(draft.objects.items()), self.threads)
         self._reign.put_manifest(digest, draft.data)
 
     def _promote(self, following: _Next) -> None:
@@ -373,16 +381,19 @@ class Publisher:
     def _since(self, parent: int, names: Sequence[str]) -> list[Row]:
         def row(name: str) -> Row | None:
             info, now = self._state.infos[name], self._target.read(name)
-            return delta_row(info, self._history.content(name, now, parent), now, self.options.profile, self._state.block)
+            return delta_row(
+                info, self._history.content(name, now, parent), now, self.options.profile, self._state.block
+            )
 
-        with ThreadPoolExecutor(self.threads) as pool:
-            return [found for found in pool.map(row, names) if found is not None]
+        return [found for found in each(row, names, self.threads) if found is not None]
 
     def _extra(self, kind: Kind, parent: tuple[int | None, str | None], rows: Sequence[Row]) -> Draft:
         """Put another way to HEAD's version."""
         version = self.head.version
         assert version is not None
-        objects, changes = pack(rows, self.options.object_bytes, self._metadata(version) | {"way": f"{kind} from {parent[0]}"})
+        objects, changes = pack(
+            rows, self.options.object_bytes, self._metadata(version) | {"way": f"{kind} from {parent[0]}"}
+        )
         manifest = self._manifest(version, kind, parent, objects, changes, self._aliases, self._state, {})
         draft = Draft.of(manifest, objects, self.signer)
         self._put(draft)

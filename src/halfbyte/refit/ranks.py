@@ -180,7 +180,11 @@ class StoreVotes:
         try:
             table = json.loads(data)
             number, head, good = int(table["number"]), table["head"], table["good"]
-            return number, Head.from_bytes(head.encode(), where), None if good is None else Head.from_bytes(good.encode(), where)
+            return (
+                number,
+                Head.from_bytes(head.encode(), where),
+                None if good is None else Head.from_bytes(good.encode(), where),
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptError("not a goal of ranks", where=where) from error
 

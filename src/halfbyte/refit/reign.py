@@ -90,7 +90,9 @@ class Reign:
         if main is None:
             held = sorted({edge.version for edge in self.catalogue.edges})
             shown = ", ".join(map(str, held if len(held) < 8 else [*held[:3], "...", *held[-3:]]))
-            raise RewoundError(f"version {version} is not in the store", where=f"run {self.run!r}", expected=f"one of {shown}")
+            raise RewoundError(
+                f"version {version} is not in the store", where=f"run {self.run!r}", expected=f"one of {shown}"
+            )
         kept = self.catalogue.keeping(lambda edge: edge.version <= version)
         epoch = self.head.epoch + 1
         self._write(replace(self.head, epoch=epoch, version=version, state=main.state, manifest=main.manifest), kept)
@@ -141,7 +143,9 @@ class Reign:
             self.store.put(key, data)
             if not self.read_back or self.store.get(key) == data:
                 return
-        raise CorruptError("the store gives back other bytes than were put, twice in a row", where=f"{self.store}: {key}")
+        raise CorruptError(
+            "the store gives back other bytes than were put, twice in a row", where=f"{self.store}: {key}"
+        )
 
     def _write(self, head: Head, catalogue: Catalogue) -> None:
         head = replace(head, serial=self.head.serial + 1, catalogue=catalogue.digest)

@@ -54,7 +54,9 @@ class StoreRepair:
                 ref = manifest.objects[change.object]
                 if change.operation == "patch":
                     entry = read_object(self.fetcher.objects([ref])[ref.digest])[name]
-                    apply(change.info.dtype, buffers[name], TensorDelta.from_bytes(entry))  # fits the wanted blocks only
+                    apply(
+                        change.info.dtype, buffers[name], TensorDelta.from_bytes(entry)
+                    )  # fits the wanted blocks only
                 else:
                     buffers[name] = self._blocks(ref, change, manifest, wanted[name])
         found: dict[str, dict[int, Bytes]] = {}

@@ -81,7 +81,10 @@ def prune(catalogue: Catalogue, head: Head, versions: int) -> Catalogue:
         return catalogue
     oldest = head.version - versions
     full = [edge for edge in catalogue.edges if edge.kind == "full"]
-    anchors = [max((e for e in full if e.version <= most), key=lambda e: e.version, default=None) for most in (oldest, head.version)]
+    anchors = [
+        max((e for e in full if e.version <= most), key=lambda e: e.version, default=None)
+        for most in (oldest, head.version)
+    ]
     keep = {edge.manifest for edge in catalogue.edges if edge.parent is not None and edge.parent >= oldest}
     keep |= {edge.manifest for edge in full if edge.version >= oldest}
     for anchor in anchors:
@@ -111,7 +114,9 @@ def collect(store: Store, retention: Retention | None = None) -> Collected:
     doomed = _read_doomed(store)
     unused = {key for key, entry in present.items() if key not in used}
     ripe = {
-        key for key in unused if now - doomed.get(key, now) >= retention.grace and now - present[key].modified >= retention.grace
+        key
+        for key in unused
+        if now - doomed.get(key, now) >= retention.grace and now - present[key].modified >= retention.grace
     }
     if ripe:  # look again: a lease or a publication may have come meanwhile
         used, leases = _reachable(store, now)

@@ -16,12 +16,13 @@ from pathlib import Path
 from halfbyte.errors import RefitError
 from halfbyte.refit.disk import Disk
 from halfbyte.refit.errors import CorruptError, ObjectMissingError, RewoundError, StoreError, TargetError
-from halfbyte.refit.fetch import Fetcher, worker_threads
+from halfbyte.refit.fetch import Fetcher
 from halfbyte.refit.head import Catalogue, Edge, Head, read_catalogue, read_head
 from halfbyte.refit.journal import Journal, Record
 from halfbyte.refit.leases import LEASE_SECONDS, Lease, drop_lease, write_lease
 from halfbyte.refit.manifest import Manifest, Signer
 from halfbyte.refit.objects import read_object
+from halfbyte.refit.parallel import worker_threads
 from halfbyte.refit.patch import Stamp, Update
 from halfbyte.refit.prepare import Names, Step, audit, chain, prepare_update, target_state
 from halfbyte.refit.ranks import Alone, Goal, Votes
@@ -94,7 +95,9 @@ class Subscriber:
         self.votes, self.audit_anchors, self.clock, self.sleep = votes or Alone(), audit_anchors, clock, sleep
         self.threads = worker_threads()
         if folder is None and target.survives:
-            raise TargetError("weights that outlive this process need a journal", fix="give the subscriber a folder of its own")
+            raise TargetError(
+                "weights that outlive this process need a journal", fix="give the subscriber a folder of its own"
+            )
         disk = disk or Disk()
         self.journal = None if folder is None else Journal(folder, disk)
         cache = None if folder is None else folder / "objects"
@@ -104,7 +107,9 @@ class Subscriber:
         self._lease: Lease | None = None
         self._leased_at = 0.0
         self._names: Names | None = None
-        self._state: StateHash | None = None  # what the target's bytes should be, by published names; None: not known yet
+        self._state: StateHash | None = (
+            None  # what the target's bytes should be, by published names; None: not known yet
+        )
         self._suspect = False  # the bytes may not be what ``_state`` says: the next refit looks, and repairs
         self._held = self._recover()
 
@@ -153,8 +158,7 @@ class Subscriber:
             self.target.commit(update)
         finally:
             self.target.discard(update)
-        self._state, self._held, self._names = state, update.target, Names(self.target.infos(), {})
-        self._finish()
+        self._took(update, state, {})
 
     def follow(self, *, interval: float = 1.0, patience: int | None = None) -> Iterator[Refit | RefitError]:
         """Refit again and again, yielding each refit, and each error (somebody may want to see it; the next try goes on).
@@ -207,15 +211,16 @@ class Subscriber:
             if failure is not None:
                 raise failure
             if not agreed:
-                raise TargetError("another rank is not prepared; nothing was changed", where=f"version {goal.head.version}")
+                raise TargetError(
+                    "another rank is not prepared; nothing was changed", where=f"version {goal.head.version}"
+                )
             self._begin(update, goal)
             prepared = self.clock()
             self._commit(update, goal)
             paused = self.clock()
         finally:
             self.target.discard(update)
-        self._state, self._held, self._suspect = state, update.target, False
-        self._finish()
+        self._took(update, state, own.aliases)
         return Refit(
             source=update.source,
             target=update.target,
@@ -233,7 +238,11 @@ class Subscriber:
             return self._state
         self._names = Names(self.target.infos(), own.aliases)
         kept = self.journal.state() if self.journal is not None else None
-        if kept is not None and kept.block == own.block and {n: kept.infos[n] for n in kept.infos} == self._published_infos():
+        if (
+            kept is not None
+            and kept.block == own.block
+            and {n: kept.infos[n] for n in kept.infos} == self._published_infos()
+        ):
             self._state, self._suspect = kept, True  # the bytes are compared with it before anything is built on them
         else:
             self._state = target_state(self.target, self._names, own.block, self.threads)
@@ -242,9 +251,7 @@ class Subscriber:
     def _published_infos(self) -> Mapping[str, object]:
         assert self._names is not None
         infos = self.target.infos()
-        return {
-            name: replace(infos[self._names.held(name)[0]], name=name) for name in self._names.published()
-        }
+        return {name: replace(infos[self._names.held(name)[0]], name=name) for name in self._names.published()}
 
     def _start(self, catalogue: Catalogue, goal: Head, held: StateHash) -> Node:
         digest = held.digest()
@@ -279,6 +286,12 @@ class Subscriber:
             self.target, self._names, source, stamp, state, plans, repair, damaged=damaged, threads=self.threads
         )
         return update, state
+
+    def _took(self, update: Update, state: StateHash, aliases: Mapping[str, str]) -> None:
+        """The target holds ``update.target``."""
+        self._state, self._held, self._suspect = state, update.target, False
+        self._names = Names(self.target.infos(), aliases)
+        self._finish()
 
     def _stage(self, update: Update) -> RefitError | None:
         try:

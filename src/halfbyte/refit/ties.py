@@ -8,6 +8,7 @@ mapping's order) is published, and the rest are recorded as ties.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Literal
 
 from halfbyte.refit.arrays import flat_bytes, info_of
@@ -34,7 +35,7 @@ def find_ties(tensors: Mapping[str, Any]) -> dict[str, str]:
     order = {name: n for n, name in enumerate(tensors)}
     spans.sort(key=lambda item: (item[0], order[item[2]]))
     ties: dict[str, str] = {}
-    for (begin, size, name), (next_begin, next_size, next_name) in zip(spans, spans[1:]):
+    for (begin, size, name), (next_begin, next_size, next_name) in pairwise(spans):
         if next_begin >= begin + size:
             continue
         first, second = info_of(name, tensors[name]), info_of(next_name, tensors[next_name])
@@ -59,7 +60,9 @@ def untie(tensors: Mapping[str, Any], policy: TiePolicy) -> tuple[dict[str, Any]
         return dict(tensors), {}
     if ties and policy == "refuse":
         shown = ", ".join(f"{name} = {first}" for name, first in list(ties.items())[:5])
-        raise LayoutError(f"{len(ties)} names share their memory with another: {shown}", fix='ties="once" or untie them')
+        raise LayoutError(
+            f"{len(ties)} names share their memory with another: {shown}", fix='ties="once" or untie them'
+        )
     return {name: array for name, array in tensors.items() if name not in ties}, ties
 
 

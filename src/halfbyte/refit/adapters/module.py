@@ -127,7 +127,9 @@ class _OnDevice:
 
     def _put(self, flat: torch.Tensor, side: Side, checked: bool) -> None:
         if checked and not bool((flat[self.index] == self.values["old"]).all()):
-            raise WrongBaseError("values changed under the refit after they were checked", where="a parameter on a device")
+            raise WrongBaseError(
+                "values changed under the refit after they were checked", where="a parameter on a device"
+            )
         flat[self.index] = self.values[side]
 
 
@@ -138,4 +140,3 @@ def _is_plain(tensor: Any) -> bool:
     except Exception:
         return False
     return True
-
