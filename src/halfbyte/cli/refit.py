@@ -247,14 +247,16 @@ def bench(
 
     from halfbyte.bench import refit as bench
     from halfbyte.bench import table
+    from halfbyte.bench.fp4_deltas import fp4_rows, fp4_table
     from halfbyte.bench.link import link_table, race
     from halfbyte.bench.machine import machine
+    from halfbyte.bench.refit_traces import TRACES, AdamTrace
 
     if elements < 1 or repeats < 1:
         raise ConfigError(f"--elements {elements} --repeats {repeats}", expected="positive numbers")
     size, rounds = (min(elements, 1 << 20), min(repeats, 3)) if quick else (elements, repeats)
     schemes, notes = bench.schemes(("fast", "max") if profile == "both" else (profile,))
-    rows, links = [], []
+    rows, coordinates, links = [], [], []
     try:
         for trace in bench.traces(size, run):
             for row in bench.measure(trace, schemes, repeats=rounds):
@@ -262,17 +264,22 @@ def bench(
                 print(
                     f"{row.trace} {row.scheme}: {row.bytes_per_change:.3f} bytes a change", file=sys.stderr, flush=True
                 )
+        coordinates = list(fp4_rows(*AdamTrace(size, *TRACES["3.1%"]).step()))
         if link:
             for found in race(size * 2, profile="max" if profile == "both" else profile):
                 links.append(found)
                 print(f"link, {found.change_rate:.1%}: {found.speedup:.1f} x", file=sys.stderr, flush=True)
     finally:
-        shown = [table.heading(machine()), bench.table(rows), *([link_table(links)] if links else []), *notes]
-        table.show(shown)
+        facts = machine()
+        tables = [bench.table(rows), fp4_table(coordinates), *([link_table(links)] if links else [])]
+        table.show([table.heading(facts), *tables, *notes])
     if json is not None:
-        table.write_json(
-            json, machine(), [row.to_json() for row in rows], links=[found.to_json() for found in links], notes=notes
-        )
+        more = {
+            "fp4": [row.to_json() for row in coordinates],
+            "links": [row.to_json() for row in links],
+            "notes": notes,
+        }
+        table.write_json(json, facts, [row.to_json() for row in rows], **more)
     return 0 if all(row.exact for row in rows) else 1
 
 
