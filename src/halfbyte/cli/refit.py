@@ -36,6 +36,7 @@ def make_refit() -> App:
 
 def publish(
     checkpoint: Annotated[Path, Parameter(help="Checkpoint folder with safetensors files.")],
+    /,
     *,
     store: StoreFlag,
     run: Annotated[str | None, Parameter(help="Run; by default that of the store, or the folder's name.")] = None,
