@@ -11,7 +11,7 @@ namespace halfbyte::HALFBYTE_ISA {
 
 constexpr int kEscape = 15;   // a value that is in the wide stream
 constexpr int kSkip = 255;    // a gap byte without a mark
-constexpr int64_t kStage = 512;    // changes applied at a time
+constexpr int64_t kStage = 256;    // changes applied at a time: their lines stay in the first cache
 constexpr int64_t kChunk = 4096;  // elements found before their values are written: both sides stay in the first cache
 
 // An element kind: unsigned type, access by number, rank and its inverse.
@@ -63,28 +63,41 @@ decltype(auto) with_element(int kind, const F& f) {
     }
 }
 
-// Up to 64 elements from number i on.
+// Masks of up to kChunk elements from `begin` on. A pass of its own, without a branch on the data: a branch guessed wrong here would
+// wait for memory. What the next pass needs is asked for meanwhile. (A prefetch past the end is harmless.)
 template <class E>
-inline uint64_t differ(const uint8_t* base, const uint8_t* target, int64_t i, int64_t n) {
-    if (n - i >= 64) return differ64<E::kBits>(E::at(base, i), E::at(target, i));
-    uint64_t mask = 0;
-    for (int64_t j = i; j < n; ++j) mask |= uint64_t(E::get(base, j) != E::get(target, j)) << (j - i);
-    return mask;
+inline void differ(const uint8_t* base, const uint8_t* target, int64_t begin, int64_t end, uint64_t* masks) {
+    constexpr int64_t kAhead = kChunk * E::kBits / 8;
+    int64_t i = begin;
+    for (; i + 64 <= end; i += 64) {
+        const uint8_t *a = E::at(base, i), *b = E::at(target, i);
+        for (int64_t line = 0; line < 8 * E::kBits; line += 64) __builtin_prefetch(a + kAhead + line);
+        *masks++ = differ64<E::kBits>(a, b);
+    }
+    if (i == end) return;
+    *masks = 0;
+    for (int64_t j = i; j < end; ++j) *masks |= uint64_t(E::get(base, j) != E::get(target, j)) << (j - i);
 }
 
-// Numbers of the set bits, `first` added. Writes up to 64 entries; short words, the usual ones, take no branch of their own.
+// Numbers of the set bits, `first` added. Writes up to 64 entries, always four: the usual words take no branch that depends on
+// them.
 inline int64_t bit_numbers(uint64_t mask, uint32_t first, uint32_t* out) {
     const int count = __builtin_popcountll(mask);
     const auto four = [&](int at) {
         for (int j = 0; j < 4; ++j) {
-            out[at + j] = first + uint32_t(mask ? __builtin_ctzll(mask) : 0);
+            out[at + j] = first + uint32_t(__builtin_ctzll(mask | uint64_t{1} << 63));
             mask &= mask - 1;
         }
     };
-    if (count == 0) return 0;
     four(0);
     for (int at = 4; at < count; at += 4) four(at);
     return count;
+}
+
+// Whether one of eight bytes is the given one, and nothing but that.
+inline bool any_byte(uint64_t eight, uint8_t wanted) {
+    const uint64_t zero = eight ^ 0x0101010101010101u * wanted;
+    return ((zero - 0x0101010101010101u) & ~zero & 0x8080808080808080u) != 0;
 }
 
 // Values of the elements at `found`, codes one a byte.
@@ -104,10 +117,42 @@ inline void write_values(const uint8_t* base, const uint8_t* target, const uint3
         }
         for (int64_t i = 0; i < count; ++i) codes[i] = uint8_t(std::min<T>(z[i], kEscape + 1) - 1);
         if (most <= kEscape) continue;
-        for (int64_t i = 0; i < count; ++i)
-            if (z[i] > kEscape) store<T>(out.wide + E::kSize * out.wide_count++, z[i]);
+        store<uint64_t>(codes + count, 0);
+        for (int64_t j = 0; j < count; j += 8) {
+            if (!any_byte(load<uint64_t>(codes + j), kEscape)) continue;
+            for (int64_t i = j, end = std::min(count, j + 8); i < end; ++i)
+                if (codes[i] == kEscape) store<T>(out.wide + E::kSize * out.wide_count++, z[i]);
+        }
     }
     out.changed += all;
+}
+
+// Gaps before each mark; `next` is the element after the last one.
+inline uint8_t* write_gaps(const uint32_t* found, int64_t count, uint32_t& next, uint8_t* gap) {
+    constexpr int64_t kGroup = 16;
+    int64_t i = 0;
+    const auto one = [&] {
+        uint32_t skip = found[i] - next;
+        next = found[i++] + 1;
+        for (; skip >= kSkip; skip -= kSkip) *gap++ = kSkip;
+        *gap++ = uint8_t(skip);
+    };
+    if (count > 0) one();
+    while (i + kGroup <= count) {
+        uint32_t skip[kGroup], most = 0;
+        for (int j = 0; j < kGroup; ++j) skip[j] = found[i + j] - found[i + j - 1] - 1;
+        for (int j = 0; j < kGroup; ++j) most = std::max(most, skip[j]);
+        if (most < kSkip) {
+            for (int j = 0; j < kGroup; ++j) gap[j] = uint8_t(skip[j]);
+            gap += kGroup;
+            i += kGroup;
+            next = found[i - 1] + 1;
+        } else {
+            for (const int64_t end = i + kGroup; i < end;) one();
+        }
+    }
+    while (i < count) one();
+    return gap;
 }
 
 // Codes, one a byte, to two a byte, in place.
@@ -119,20 +164,21 @@ inline void join_values(uint8_t* values, int64_t changed) {
 template <class E>
 bool sparse_of(const uint8_t* base, const uint8_t* target, int64_t n, int64_t most, RefitStreams& out) {
     uint32_t found[kChunk + 64];
+    uint64_t masks[kChunk / 64];
     uint8_t* gap = out.where;
-    int64_t next = 0;  // the element after the last mark
+    uint32_t next = 0;
     out.changed = out.wide_count = 0;
     for (int64_t begin = 0; begin < n; begin += kChunk) {
         const int64_t end = std::min(n, begin + kChunk);
         int64_t count = 0;
-        for (int64_t i = begin; i < end; i += 64) count += bit_numbers(differ<E>(base, target, i, end), uint32_t(i), found + count);
-        if (out.changed + count > most) return false;
-        for (int64_t i = 0; i < count; ++i) {
-            int64_t skip = found[i] - next;
-            next = int64_t(found[i]) + 1;
-            for (; skip >= kSkip; skip -= kSkip) *gap++ = kSkip;
-            *gap++ = uint8_t(skip);
+        differ<E>(base, target, begin, end, masks);
+        for (int64_t i = begin; i < end; i += 64) {
+            const uint8_t* ahead = E::at(target, i) + kChunk * E::kBits / 8;
+            for (int64_t line = 0; line < 8 * E::kBits; line += 64) __builtin_prefetch(ahead + line);
+            count += bit_numbers(masks[(i - begin) / 64], uint32_t(i), found + count);
         }
+        if (out.changed + count > most) return false;
+        gap = write_gaps(found, count, next, gap);
         write_values<E>(base, target, found, count, out);
     }
     out.where_size = gap - out.where;
@@ -143,13 +189,15 @@ bool sparse_of(const uint8_t* base, const uint8_t* target, int64_t n, int64_t mo
 template <class E>
 void bitmask_of(const uint8_t* base, const uint8_t* target, int64_t n, RefitStreams& out) {
     uint32_t found[kChunk + 64];
+    uint64_t masks[kChunk / 64];
     out.changed = out.wide_count = 0;
     out.where_size = (n + 7) / 8;
     for (int64_t begin = 0; begin < n; begin += kChunk) {
         const int64_t end = std::min(n, begin + kChunk);
         int64_t count = 0;
+        differ<E>(base, target, begin, end, masks);
         for (int64_t i = begin; i < end; i += 64) {
-            const uint64_t mask = differ<E>(base, target, i, end);
+            const uint64_t mask = masks[(i - begin) / 64];
             store<uint64_t>(out.where + i / 8, mask);  // the last one into the slack
             count += bit_numbers(mask, uint32_t(i), found + count);
         }
@@ -265,8 +313,7 @@ class GapPlaces {
         int64_t i = 0;
         // Eight at once while none of them is a skip. (The last eight one by one: nothing past the stream is read.)
         for (; i + 8 <= count; ) {
-            const uint64_t eight = ~load<uint64_t>(gap);
-            if ((eight - 0x0101010101010101u) & ~eight & 0x8080808080808080u) {
+            if (any_byte(load<uint64_t>(gap), kSkip)) {
                 one(gap, at, places[i++]);
                 continue;
             }
@@ -330,10 +377,8 @@ inline void read_zigzags(const RefitStreams& in, int64_t i, int64_t count, const
     }
     codes += i & 1;  // a mask's stage may end after an odd number
     for (int64_t j = 0; j < count; ++j) z[j] = T(codes[j] + 1);
-    constexpr uint64_t kAll = 0x0F0F0F0F0F0F0F0Fu;
     for (int64_t j = 0; j < count; j += 8) {
-        const uint64_t eight = load<uint64_t>(codes + j) ^ kAll;  // escapes are zero now
-        if (((eight - 0x0101010101010101u) & ~eight & 0x8080808080808080u) == 0) continue;
+        if (!any_byte(load<uint64_t>(codes + j), kEscape)) continue;
         for (int64_t k = j, end = std::min(count, j + 8); k < end; ++k) {
             if (codes[k] != kEscape) continue;
             z[k] = load<T>(wide);

@@ -68,7 +68,7 @@ class AdamTrace:
 
 
 #: The traces that results are stated on: learning rate and share of signal by name.
-TRACES = {"1.2%": (1e-6, 0.2), "3.1%": (1e-6, 0.75), "25%": (1e-5, 0.5)}
+TRACES = {"1.2%": (1e-6, 0.2), "3.1%": (1.24e-6, 0.75), "25%": (2.7e-5, 0.5)}
 
 
 def main() -> None:

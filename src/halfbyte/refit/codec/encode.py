@@ -21,7 +21,7 @@ __all__ = ["Profile", "encode"]
 #: ``fast``: plain gaps. ``max``: gaps within exponent classes, fewer bytes and several times the time.
 Profile = Literal["fast", "max"]
 
-_SPARSE_MOST = 4  # sparse up to one change in 4,
+_SPARSE_MOST = {"fast": 4, "max": 1}  # sparse up to one change in so many,
 _SPARSE_ONLY = 16  # and nothing else is tried below one in 16;
 _DENSE_LEAST = 4  # XOR and raw from one in 4
 _NONE = (0,) * STREAMS
@@ -95,7 +95,7 @@ def _encode_block(
 ) -> tuple[int, _Candidate | None]:
     """(changed elements, the shortest candidate; none for a block that stays)."""
     elements = base.size * 8 // element.bits
-    marked = use.sparse(element, base, target, elements // _SPARSE_MOST, room)
+    marked = use.sparse(element, base, target, elements // _SPARSE_MOST[profile], room)
     if marked is not None and not marked.changed:
         return 0, None
     masked = None
