@@ -145,7 +145,7 @@ def step_of_rate(bits: Words, rate: float) -> float:
         middle = (low * high) ** 0.5
         changed = float((adam_like_step(sample, middle, np.random.default_rng(0)) != sample).mean())
         low, high = (middle, high) if changed < rate else (low, middle)
-    return (low * high) ** 0.5
+    return float((low * high) ** 0.5)
 
 
 def race(

@@ -128,7 +128,7 @@ def _check(fetcher: Fetcher, edge: Edge, head: Head, states: dict[str, StateHash
             raise CorruptError(f"the manifest is of {says}, the catalogue lists another")
         if objects:
             held = fetcher.objects(manifest.objects)
-            entries = {}
+            entries: dict[str, Bytes] = {}
             for ref in manifest.objects:
                 entries |= read_object(held[ref.digest], where=f"object {ref.digest}")
             base = None if edge.parent is None else states.get(edge.base)

@@ -209,8 +209,9 @@ class Packer:
         """Codes of ``gate_up [E, 2I, H]`` and ``down [E, H, I]``, an expert at a time."""
         prefix = f"model.layers.{layer}.mlp.experts"
         stacks: list[QuantTensor] = []
-        for part, store in (("gate_up_proj", before and before.gate_up), ("down_proj", before and before.down)):
-            old = store.unpacked() if store is not None else None
+        for part in ("gate_up_proj", "down_proj"):
+            store = None if before is None else before.gate_up if part == "gate_up_proj" else before.down
+            old = None if store is None else store.unpacked()
             name = f"{prefix}.{part}"
             found = []
             for e in range(self.arch.n_experts):

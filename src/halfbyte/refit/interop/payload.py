@@ -34,7 +34,7 @@ def unzstd(payload: Bytes, size: int, where: str, *, exact: bool = True) -> Byte
     try:
         with zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(payload.data) as reader:
             while filled < len(out):
-                count = reader.readinto(memoryview(out)[filled:])
+                count = reader.readinto(out.data[filled:])
                 if count == 0:
                     break
                 filled += count
