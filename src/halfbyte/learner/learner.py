@@ -103,7 +103,9 @@ class Learner:
         self.rollout_precision, self.total_steps, self.seed = rollout_precision, total_steps, seed
         self.max_response_tokens = max_response_tokens
         dtype = torch.float32 if rollout_precision.exact else torch.bfloat16
-        self.parameters = Parameters(arch, tensors, precision, kernels, publish_dtype=dtype)
+        self.parameters = Parameters(
+            arch, tensors, precision, kernels, publish_dtype=dtype, rollout_precision=rollout_precision
+        )
         self.optimiser = Optimiser(
             self.parameters.masters,
             lr=config.lr,

@@ -30,6 +30,7 @@ from halfbyte.train.run_folder import RunFolder, environment
 from halfbyte.train.state import Progress, latest_checkpoint, load_state
 from halfbyte.train.tracker import make_tracker
 from halfbyte.train.trainer import Trainer
+from halfbyte.train.weights import WeightPath
 
 __all__ = ["run"]
 
@@ -105,7 +106,7 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
     engine = Engine(
         arch,
         rollout_precision,
-        dict(learner.parameters.published()),
+        dict(learner.parameters.published()) | learner.parameters.published_scales(),
         detokeniser=tokenizer,
         options=EngineOptions(
             max_batch_tokens=config.rollout.max_batch_tokens,
@@ -128,7 +129,10 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         folder.rewind(progress.step if saved is not None else -1)
         folder.write_json("config.json", config.to_json())
         folder.write_json("environment.json", environment(config.train.seed))
-        trainer = Trainer(config, folder, engine, learner, env, tokenizer, tracker, progress, prompt_limit, guidance)
+        weights = WeightPath(folder.path / "refit", engine, learner, progress.version)
+        trainer = Trainer(
+            config, folder, engine, learner, env, tokenizer, tracker, weights, progress, prompt_limit, guidance
+        )
         with _graceful_stop(trainer):
             complete = trainer.run()
         tracker.finish()
@@ -189,7 +193,7 @@ def _check_prompts(env: Environment, tokenizer: Tokenizer, limit: int) -> None:
 
 def _clear(folder: RunFolder) -> None:
     """Remove what a run writes, and nothing else that may lie in the folder."""
-    for name in ("checkpoints", "trajectories", "model"):
+    for name in ("checkpoints", "trajectories", "model", "refit"):
         shutil.rmtree(folder.path / name, ignore_errors=True)
     for name in ("config.json", "environment.json", "metrics.jsonl", "summary.json", "report.html"):
         (folder.path / name).unlink(missing_ok=True)

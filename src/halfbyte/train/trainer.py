@@ -9,7 +9,7 @@ from typing import Any
 
 from halfbyte.config import Config
 from halfbyte.envs import Environment, Prompt
-from halfbyte.errors import NumericsError, UserError
+from halfbyte.errors import NumericsError, RefitError, UserError
 from halfbyte.guidance.choice import choose
 from halfbyte.guidance.plan import Plan
 from halfbyte.learner.learner import Learner
@@ -25,6 +25,7 @@ from halfbyte.train.run_folder import RunFolder
 from halfbyte.train.saved import add_decisions, saved_rows
 from halfbyte.train.state import Progress, save_state
 from halfbyte.train.tracker import Tracker
+from halfbyte.train.weights import WeightPath
 
 __all__ = ["Trainer"]
 
@@ -33,6 +34,7 @@ class Trainer:
     """Runs steps until the end, a request to stop, or an error.
 
     Arguments:
+        weights: the way from the learner to the engine, open at ``progress.version``.
         progress: where to go on; ``Progress()`` for a new run.
         guidance: what the engine records at first; ``alignment.layers = auto`` narrows it after the first update.
 
@@ -49,10 +51,12 @@ class Trainer:
         environment: Environment,
         tokenizer: Tokenizer,
         tracker: Tracker,
+        weights: WeightPath,
         progress: Progress,
         prompt_limit: int,
         guidance: Plan,
     ) -> None:
+        self.weights = weights
         self.config, self.folder, self.engine, self.learner = config, folder, engine, learner
         self.environment, self.tokenizer, self.tracker, self.progress = environment, tokenizer, tracker, progress
         self.prompt_limit, self.guidance = prompt_limit, guidance
@@ -76,12 +80,13 @@ class Trainer:
         """Train; returns False if stopped before the last step. A checkpoint is written at the end either way.
 
         Raises:
-            UserError: in mid-run; the steps done so far are in a checkpoint, except where a weight is not finite.
+            UserError: in mid-run; the steps done so far are in a checkpoint, except where a weight is not finite or
+                cannot be published.
         """
         try:
             return self._run()
         except UserError as error:
-            if self.progress.step and not isinstance(error, NumericsError):
+            if self.progress.step and not isinstance(error, NumericsError | RefitError):  # these strike in mid-step
                 self._save()
             raise
 
@@ -171,14 +176,15 @@ class Trainer:
         if rows:
             add_decisions(rows, result.decisions)
             self.folder.save_trajectories(progress.step + 1, rows)
+        refit: dict[str, float] = {}
         if result.changed:
+            refit = self.weights.publish(progress.version + 1)
             progress.version += 1
-            self.engine.load_weights(dict(self.learner.parameters.published()), progress.version)
         self._choose_guidance(display)
         published = time.perf_counter()
         progress.rollout_seconds += rolled - start
         progress.learner_seconds += learned - scored
-        row = result.metrics | _rollout_metrics(trajectories)
+        row = result.metrics | _rollout_metrics(trajectories) | refit
         row |= {
             "version": float(progress.version),
             "tokens/rollout": float(self.engine.tokens_generated - generated),
