@@ -20,8 +20,9 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// Whether the queries lie in order, contexts fit their pages and every page in use exists.
-bool good(const AttentionInput& in, const int32_t* query_start, const int32_t* context, int64_t queries, int64_t sequences) {
+}  // namespace
+
+bool attention_fits(const AttentionInput& in, const int32_t* query_start, const int32_t* context, int64_t queries, int64_t sequences) {
     if (query_start[0] != 0 || query_start[sequences] != queries) return false;
     for (int64_t s = 0; s < sequences; ++s) {
         const int64_t count = int64_t(query_start[s + 1]) - query_start[s];
@@ -36,7 +37,7 @@ bool good(const AttentionInput& in, const int32_t* query_start, const int32_t* c
 
 bool attention(Isa isa, const AttentionInput& in, const int32_t* query_start, const int32_t* context, int64_t queries,
                int64_t sequences) {
-    if (!good(in, query_start, context, queries, sequences)) return false;
+    if (!attention_fits(in, query_start, context, queries, sequences)) return false;
     const int64_t chunk = std::max<int64_t>(1, kRows / (in.heads / in.kv.heads));
     std::vector<AttentionItem> items;
     int64_t keys = 0;
@@ -61,8 +62,6 @@ bool attention(Isa isa, const AttentionInput& in, const int32_t* query_start, co
     });
     return true;
 }
-
-}  // namespace
 
 const AttentionTable& attention_table(Isa isa) {
 #ifdef HALFBYTE_X86

@@ -68,6 +68,12 @@ extern const AttentionTable attention_avx512;
 
 const AttentionTable& attention_table(Isa isa);
 
+// Whether the queries lie in order, contexts fit their pages and every page in use exists.
+bool attention_fits(const AttentionInput& in, const int32_t* query_start, const int32_t* context, int64_t queries, int64_t sequences);
+
+// Causal attention of all queries; false (and nothing computed) unless attention_fits.
+bool attention(Isa isa, const AttentionInput& in, const int32_t* query_start, const int32_t* context, int64_t queries, int64_t sequences);
+
 // Writes rows k, v [count, heads, width]; false (and nothing written) for NaN, infinity, a repeated slot or one outside the pages.
 bool store_rows(Isa isa, const KvPages& kv, const float* k, const float* v, const int64_t* slots, int64_t count);
 

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cstring>
 
+#include "guide.hpp"
+#include "norm.hpp"
 #include "registers.hpp"
 #include "scalar.hpp"
 #include "threads.hpp"
@@ -24,11 +26,42 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-int64_t linear(const Panels& w, const PreparedRows& x, int64_t rows, float* out) {
+int64_t product(const Panels& w, const PreparedRows& x, int64_t rows, float* out) {
     if (x.bad_row() >= 0) return x.bad_row();
     const RowMap map{rows, nullptr, nullptr, 0};
     parallel_for(panel_groups(w), group_grain(w, rows), [&](int64_t first, int64_t last) {
         x.multiply(w, first * kPanelGroup, std::min(last * kPanelGroup, w.panels()), map, out, w.n);
+    });
+    return -1;
+}
+
+// What happens to the rows before and after the product; null pointers and false for nothing.
+struct Around {
+    const float* norm;
+    double eps;
+    bool gated;
+    const float* residual;
+};
+
+int64_t linear(Isa isa, const Panels& w, const Rule* rule, const float* x, int64_t rows, float* out, const Around& around,
+               const CodeRows* record) {
+    const NormTable& table = norm_table(isa);
+    std::vector<Scratch> spare;
+    if (around.norm != nullptr) {
+        float* normed = spare.emplace_back(rows * w.k * 4).as<float>();
+        parallel_for(rows, row_grain(w.k), [&](int64_t begin, int64_t end) {
+            table.rms_norm(x + begin * w.k, around.norm, around.eps, end - begin, w.k, normed + begin * w.k);
+        });
+        x = normed;
+    }
+    float* y = around.gated ? spare.emplace_back(rows * w.n * 4).as<float>() : out;
+    const int64_t bad = product(w, PreparedRows(isa, w.kind, rule, x, rows, w.k, record), rows, y);
+    if (bad >= 0 || (!around.gated && around.residual == nullptr)) return bad;
+    const int64_t width = around.gated ? w.n / 2 : w.n;
+    parallel_for(rows, row_grain((around.gated ? 8 : 1) * width), [&](int64_t begin, int64_t end) {
+        if (around.gated) table.swiglu(y + begin * w.n, end - begin, width, out + begin * width);
+        if (around.residual != nullptr)
+            for (int64_t i = begin * width; i < end * width; ++i) out[i] = around.residual[i] + out[i];
     });
     return -1;
 }
@@ -100,7 +133,8 @@ int64_t group_grain(const Panels& w, int64_t rows) {
     return std::max<int64_t>(1, static_cast<int64_t>(60000.0 / std::max(1.0, cycles)));
 }
 
-PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x, int64_t rows, int64_t k) : table_(linear_table(isa)) {
+PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x, int64_t rows, int64_t k, const CodeRows* record)
+    : table_(linear_table(isa)) {
     if (kind == Kind::fp32) {
         x_ = x;
         return;
@@ -114,6 +148,7 @@ PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x,
         return;
     }
     const QuantiseTable& quantise = quantise_table(isa);
+    const GuideTable& guide = guide_table(isa);
     const int64_t block = rule->block(), stride = activation_stride(block, k);
     scratch_.emplace_back(rows * stride);
     scratch_.emplace_back(rows * 4);
@@ -121,7 +156,7 @@ PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x,
     float* global = scratch_[1].as<float>();
     std::atomic<int64_t> bad{rows};
     parallel_for(rows, row_grain(k), [&](int64_t begin, int64_t end) {
-        const Scratch codes(k / 2), scales(k / block);
+        const Scratch own_codes(k / 2), own_scales(k / block);
         for (int64_t r = begin; r < end; ++r) {
             const uint32_t amax = quantise.amax_bits(x + r * k, false, k);
             if (amax >= kInfinity) {
@@ -131,10 +166,16 @@ PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x,
                 return;
             }
             global[r] = rule->mode == 1 ? usual_global(scalar::from_bits(amax)) : rule->constant;
-            quantise.row(x + r * k, false, k, global[r], codes.as<uint8_t>(), scales.as<uint8_t>());
-            table_.expand(rule->format, codes.as<uint8_t>(), scales.as<uint8_t>(), k, data + r * stride);
+            uint8_t* codes = record != nullptr ? record->codes + r * (k / 2) : own_codes.as<uint8_t>();
+            uint8_t* scales = record != nullptr ? record->scales + r * (k / block) : own_scales.as<uint8_t>();
+            quantise.row(x + r * k, false, k, global[r], codes, scales);
+            table_.expand(rule->format, codes, scales, k, data + r * stride);
+            if (record == nullptr) continue;
+            if (rule->mode == 1) record->global[r] = global[r];
+            if (record->bits != 0) guide.narrow(codes, k, record->bits, record->payload + r * (k / 8 * record->bits));
         }
     });
+    if (record != nullptr && rule->mode != 1) record->global[0] = rule->constant;
     if (bad < rows) bad_row_ = bad;
     rows_ = {data, stride, global};
 }
@@ -164,17 +205,19 @@ void register_linear(nb::module_& m) {
                               at<const uint8_t>(scales), at<const float>(row_scale), at<const void>(dense), at<const float>(bias)};
         })
         .def("expert", &Panels::expert, nb::arg("index"), "The view of one matrix of a stack.");
-    m.def("linear", [](int isa, const Panels& w, const Rule* rule, uintptr_t x, int64_t rows, uintptr_t out) {
+    m.def("linear", [](int isa, const Panels& w, const Rule* rule, uintptr_t x, int64_t rows, uintptr_t out, uintptr_t norm, double eps,
+                       bool gated, uintptr_t residual, const CodeRows* record) {
         nb::gil_scoped_release free;
-        const Isa set = usable_isa(isa);
-        return linear(w, PreparedRows(set, w.kind, rule, at<const float>(x), rows, w.k), rows, at<float>(out));
-    }, nb::arg("isa"), nb::arg("w"), nb::arg("rule").none(), nb::arg("x"), nb::arg("rows"), nb::arg("out"));
+        const Around around{at<const float>(norm), eps, gated, at<const float>(residual)};
+        return linear(usable_isa(isa), w, rule, at<const float>(x), rows, at<float>(out), around, record);
+    }, nb::arg("isa"), nb::arg("w"), nb::arg("rule").none(), nb::arg("x"), nb::arg("rows"), nb::arg("out"), nb::arg("norm"),
+       nb::arg("eps"), nb::arg("gated"), nb::arg("residual"), nb::arg("record").none());
     m.def("linear_codes",
           [](int isa, const Panels& w, uintptr_t codes, uintptr_t scales, uintptr_t global, int64_t rows, uintptr_t out) {
               nb::gil_scoped_release free;
               const Isa set = usable_isa(isa);
               const PreparedRows x(set, w.format, at<const uint8_t>(codes), at<const uint8_t>(scales), at<const float>(global), rows, w.k);
-              return linear(w, x, rows, at<float>(out));
+              return product(w, x, rows, at<float>(out));
           });
     m.def("pack_codes", [](uintptr_t codes, uintptr_t scales, int64_t n, int64_t k, int64_t block, uintptr_t out_codes, uintptr_t out_scales) {
         nb::gil_scoped_release free;

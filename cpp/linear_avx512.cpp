@@ -149,57 +149,70 @@ struct Decoded {
 template <Format F>
 HALFBYTE_INLINE void decode_chunk(const uint8_t* codes, const uint8_t* bytes, int64_t blocks, int panel, Decoded& to) {
     constexpr int groups = F == Format::nvfp4 ? 1 : 2;
-    for (int64_t g = 0; g < blocks * groups; ++g) {
-        // The next chunk of this panel: it arrives while the rows use this one.
-        for (int line = 0; line < 2; ++line)
-            _mm_prefetch(reinterpret_cast<const char*>(codes + (kChunkGroups + g) * kGroupBytes + line * 64), _MM_HINT_T0);
-        decode_group(codes + g * kGroupBytes, to.operands[g][panel]);
-    }
-    for (int64_t b = 0; b < blocks; ++b) {
-        if (b % 4 == 0) _mm_prefetch(reinterpret_cast<const char*>(bytes + (kChunkGroups / groups + b) * kPanel), _MM_HINT_T0);
-        to.scales[b][panel] = decode_scale<F>(bytes + b * kPanel);
-    }
+    for (int64_t g = 0; g < blocks * groups; ++g) decode_group(codes + g * kGroupBytes, to.operands[g][panel]);
+    for (int64_t b = 0; b < blocks; ++b) to.scales[b][panel] = decode_scale<F>(bytes + b * kPanel);
 }
 
-template <Format F>
+// What a tile of rows fetches from memory while it computes: every `step`-th panel of the chunk that comes next, from panel `first` on.
+struct Ahead {
+    const uint8_t *codes, *bytes;         // of panel 0
+    int64_t codes_apart, bytes_apart;     // from panel to panel
+    int first, step;
+};
+
+template <Format F, int P>
 struct DecodedSource {
     static constexpr int apart = 4 * kPanelsBeside;
     const Decoded& d;
+    const Ahead& ahead;
     const __m512i* operand;
     const __m512* scale;
 
     HALFBYTE_INLINE void move_to(int64_t b) {
-        operand = d.operands[b * (F == Format::nvfp4 ? 1 : 2)][0];
+        constexpr int groups = F == Format::nvfp4 ? 1 : 2;
+        for (int p = ahead.first; p < P; p += ahead.step) {
+            const char* codes = reinterpret_cast<const char*>(ahead.codes + p * ahead.codes_apart + b * groups * kGroupBytes);
+            for (int line = 0; line < 2 * groups; ++line) _mm_prefetch(codes + line * 64, _MM_HINT_T0);
+            if (b % 4 == 0) _mm_prefetch(reinterpret_cast<const char*>(ahead.bytes + p * ahead.bytes_apart + b * kPanel), _MM_HINT_T0);
+        }
+        operand = d.operands[b * groups][0];
         scale = d.scales[b];
     }
 };
 
 template <Format F, int R, int P>
-void tile_chunk(Decoded& d, int64_t blocks, const uint8_t* const* a, int64_t at, int64_t row) {
-    DecodedSource<F> source{d, nullptr, nullptr};
+void tile_chunk(Decoded& d, int64_t blocks, const uint8_t* const* a, int64_t at, int64_t row, Ahead& ahead) {
+    DecodedSource<F, P> source{d, ahead, nullptr, nullptr};
     add_blocks<F, R, P>(source, blocks, a + row, at, d.sums[row], kPanelsBeside);
+    ++ahead.first;
 }
 
 // `rows` rows from entry `from` of the map, panels [first, first + P).
 template <Format F, int P>
 void panels_chunked(const Panels& w, int64_t first, const ActivationRows& x, const RowMap& map, int64_t from, int64_t rows,
                     const uint8_t* const* a, Decoded& d, float* out, int64_t stride) {
-    constexpr int64_t block = F == Format::nvfp4 ? 16 : 32, chunk = kChunkGroups * 16 / block;
-    const int64_t blocks = w.k / block;
+    constexpr int64_t block = F == Format::nvfp4 ? 16 : 32, most = kChunkGroups * 16 / block;
+    const int64_t blocks = w.k / block, chunks = (blocks + most - 1) / most;
+    const int64_t chunk = (blocks + chunks - 1) / chunks;  // of like size: each fetches as much as the next one needs
     for (int64_t r = 0; r < rows; ++r)
         for (int p = 0; p < P; ++p) d.sums[r][p] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b += chunk) {
         const int64_t count = b + chunk < blocks ? chunk : blocks - b, at = b * activation_block_bytes(block);
+        const int64_t here = first * blocks + b, codes_apart = blocks * (block / 16) * kGroupBytes, bytes_apart = blocks * kPanel;
         for (int p = 0; p < P; ++p)
-            decode_chunk<F>(w.codes + ((first + p) * blocks + b) * (block / 16) * kGroupBytes,
-                            w.scales + ((first + p) * blocks + b) * kPanel, count, p, d);
+            decode_chunk<F>(w.codes + here * (block / 16) * kGroupBytes + p * codes_apart, w.scales + here * kPanel + p * bytes_apart,
+                            count, p, d);
+        // The next chunk, or the first one of the panels behind these (a prefetch may point anywhere).
+        const int64_t next = b + chunk < blocks ? here + chunk : (first + P) * blocks;
+        Ahead ahead{w.codes + next * (block / 16) * kGroupBytes, w.scales + next * kPanel, codes_apart, bytes_apart, 0,
+                    static_cast<int>((rows + kRowsBeside - 1) / kRowsBeside)};
         int64_t r = 0;
-        for (; r + kRowsBeside <= rows; r += kRowsBeside) tile_chunk<F, kRowsBeside, P>(d, count, a, at, r);
+        for (; r + kRowsBeside <= rows; r += kRowsBeside) tile_chunk<F, kRowsBeside, P>(d, count, a, at, r, ahead);
         if (r + 2 <= rows) {
-            tile_chunk<F, 2, P>(d, count, a, at, r);
+            tile_chunk<F, 2, P>(d, count, a, at, r, ahead);
             r += 2;
         }
-        if (r < rows) tile_chunk<F, 1, P>(d, count, a, at, r);
+        if (r < rows) tile_chunk<F, 1, P>(d, count, a, at, r, ahead);
     }
     for (int64_t r = 0; r < rows; ++r) {
         const float global = x.global[map.input(from + r)];

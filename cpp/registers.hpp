@@ -11,6 +11,7 @@ void register_linear(nanobind::module_& m);
 void register_experts(nanobind::module_& m);
 void register_norm(nanobind::module_& m);
 void register_attention(nanobind::module_& m);
+void register_attend(nanobind::module_& m);
 void register_sampling(nanobind::module_& m);
 
 }  // namespace halfbyte

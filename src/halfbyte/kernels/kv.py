@@ -15,7 +15,7 @@ everybody else reads tokens back with :meth:`KvLayer.read` and :meth:`KvLayer.qu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -152,14 +152,26 @@ def kv_bytes_per_token(n_kv: int, head_dim: int, kind: KvKind) -> int:
     return 2 * n_kv * per_head
 
 
+def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
 def new_kv_layer(
-    n_pages: int, page_size: int, n_kv: int, head_dim: int, kind: KvKind, spec: QuantSpec | None = None
+    n_pages: int,
+    page_size: int,
+    n_kv: int,
+    head_dim: int,
+    kind: KvKind,
+    spec: QuantSpec | None = None,
+    *,
+    zeros: Callable[[Sequence[int], torch.dtype], Tensor] = _zeros,
 ) -> KvLayer:
     """Allocate a zeroed layer of ``n_pages`` pages of ``page_size`` tokens.
 
     Arguments:
         kind: what a stored element is: fp32, bf16 (rounded to nearest even), fp4 (quantised along the head dimension).
         spec: for fp4, an NVFP4 spec whose global scale is constant or none (a page must not depend on its neighbours).
+        zeros: makes the arrays.
     Raises: ShapeError for sizes that cannot be used; ConfigError for a wrong kind or spec.
     """
     if kind not in get_args(KvKind):
@@ -179,8 +191,8 @@ def new_kv_layer(
             page_size,
             n_kv,
             head_dim,
-            torch.zeros(*lead, head_dim, TILE, dtype=dtype),
-            torch.zeros(*lead, TILE, head_dim, dtype=dtype),
+            zeros((*lead, head_dim, TILE), dtype),
+            zeros((*lead, TILE, head_dim), dtype),
         )
     if head_dim % 16:
         raise ShapeError(
@@ -195,8 +207,8 @@ def new_kv_layer(
             expected="format nvfp4, global_scale constant or none, scale_rows 1",
             fix="use halfbyte_kv",
         )
-    words = [torch.zeros(*lead, head_dim // 8, TILE, dtype=torch.int32) for _ in "kv"]
-    scales = [torch.zeros(*lead, head_dim // 16, TILE, dtype=torch.uint8) for _ in "kv"]
+    words = [zeros((*lead, head_dim // 8, TILE), torch.int32) for _ in "kv"]
+    scales = [zeros((*lead, head_dim // 16, TILE), torch.uint8) for _ in "kv"]
     return KvLayer(kind, page_size, n_kv, head_dim, words[0], words[1], scales[0], scales[1], spec)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats import Payload, PayloadBits, QuantSpec, QuantTensor
+from halfbyte.kernels.attention_step import AttentionStep
 from halfbyte.kernels.kv import KvKind, KvLayer
 from halfbyte.kernels.reference.sampling import Sampled
 from halfbyte.kernels.weights import ExpertsRecord, LinearKind, PackedExperts, PackedLinear
@@ -78,13 +79,33 @@ class Kernels(Protocol):
         so that weights sharing an input can be concatenated and packed as one."""
         ...
 
-    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
-        """``x [M, K] float32 -> [M, N] float32`` by the sum order of ``w.kind`` (see ``reference/linear.py``)."""
+    def linear(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """``x [M, K] float32 -> [M, N] float32`` by the sum order of ``w.kind`` (see ``reference/linear.py``). Around it, if
+        asked: RMSNorm of the rows before (``norm [K]``); SwiGLU of the result (``gated``: ``[M, N / 2]``), ``residual`` added."""
         ...
 
-    def linear_codes(self, q: QuantTensor, w: PackedLinear) -> Tensor:
-        """:meth:`linear` of an input that is quantised already, ``q [M, K]`` by ``w.activation_spec`` (``w4a4``): the same bits
-        as from the tensor it came from."""
+    def linear_recorded(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        bits: PayloadBits,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Payload]:
+        """:meth:`linear` (``w4a4``) with what the codes of its input tell a learner in ``bits`` a value; the output has the
+        same bits."""
         ...
 
     def pack_experts(
@@ -142,6 +163,20 @@ class Kernels(Protocol):
         self, q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor, scale: float
     ) -> Tensor:
         """Causal paged attention, ``q [T, H, D] -> [T, H, D]`` float32."""
+        ...
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: KvLayer,
+        step: AttentionStep,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """All between two projections, in one call: ``qkv [T, (H + 2 Hkv) D] -> [T, H D]``. Head norms ``[D]`` (where given),
+        rotation, :meth:`store_kv`, :meth:`attention`; bit-equal to those steps one by one."""
         ...
 
     # Sampling

@@ -13,8 +13,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ConfigError, ShapeError, SpecMismatchError
-from halfbyte.formats import QuantSpec, QuantTensor, first_difference
+from halfbyte.errors import ConfigError, ShapeError
+from halfbyte.formats import QuantSpec, QuantTensor
 
 __all__ = [
     "ExpertsRecord",
@@ -22,8 +22,8 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "WeightStore",
+    "check_around",
     "check_bias",
-    "check_codes",
     "check_input",
     "check_kind",
     "check_recordable",
@@ -140,21 +140,6 @@ def check_recordable(kind: LinearKind, name: str) -> None:
         raise ConfigError(f"a {kind} product has no input codes", where=name, expected="w4a4")
 
 
-def check_codes(q: QuantTensor, w: PackedLinear) -> None:
-    """Raises:
-    ConfigError: ``w`` is not w4a4.
-    ShapeError: ``q`` is not ``[M, w.k]``.
-    SpecMismatchError: ``q`` was quantised by another rule than ``w.activation_spec``.
-    """
-    check_recordable(w.kind, w.name)
-    if len(q.shape) != 2 or q.shape[1] != w.k:
-        raise ShapeError(f"input codes have shape {q.shape}", where=w.name, expected=f"[M, {w.k}]")
-    assert w.activation_spec is not None
-    difference = first_difference(q.spec, w.activation_spec)
-    if difference is not None:
-        raise SpecMismatchError("input codes of another rule", where=f"{w.name}, {difference}", expected="one spec")
-
-
 def check_kind(
     kind: str,
     weight: Tensor | QuantTensor,
@@ -250,6 +235,25 @@ def check_input(x: Tensor, k: int, name: str) -> None:
     """
     if x.dim() != 2 or x.shape[1] != k or x.dtype != torch.float32:
         raise ShapeError(f"the input is {x.dtype} {tuple(x.shape)}", where=name, expected=f"float32 [M, {k}]")
+
+
+def check_around(x: Tensor, w: PackedLinear, norm: Tensor | None, gated: bool, residual: Tensor | None) -> int:
+    """Checks the operands of ``Kernels.linear``; returns the width of its result.
+
+    Raises:
+        ShapeError: ``x`` is not float32 ``[M, w.k]``, the norm not ``[w.k]``, ``w.n`` odd although gated, or the residual
+            not float32 of the result's shape.
+    """
+    check_input(x, w.k, w.name)
+    width = w.n // 2 if gated else w.n
+    if gated and w.n % 2:
+        raise ShapeError(f"a gated product of {w.n} outputs", where=w.name, expected="gate and up of one width")
+    if norm is not None and norm.shape != (w.k,):
+        raise ShapeError(f"the norm has shape {tuple(norm.shape)}", where=w.name, expected=f"[{w.k}]")
+    if residual is not None and (residual.shape != (len(x), width) or residual.dtype != torch.float32):
+        found = f"the residual is {residual.dtype} {tuple(residual.shape)}"
+        raise ShapeError(found, where=w.name, expected=f"float32 [{len(x)}, {width}]")
+    return width
 
 
 def matrix_shape(shape: Sequence[int], name: str) -> tuple[int, int]:

@@ -85,20 +85,41 @@ class AutogradExecution:
         scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.arch.norm_eps)
         return x * scale * self.parameters.effective(f"{name}.weight")
 
-    def linear(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        names: tuple[str, ...],
+        *,
+        norm: str | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """Projections that share an input, concatenated."""
         kinds = self.precision.kinds(site_of(f"{names[0]}.weight"))
         guide = None
         if self.guidance is not None and (site := site_of_linear(names[0])) is not None:
             guide = self.guidance.at(int(names[0].split(".")[2]), site)
-        return self._phased(x, kinds, lambda rows, kind, which: self._project(rows, names, kind, _of(guide, which)))
+        rows = x if norm is None else self.norm(x, norm)
+        out = self._phased(rows, kinds, lambda part, kind, which: self._project(part, names, kind, _of(guide, which)))
+        out = self._swiglu(out) if gated else out
+        return out if residual is None else residual + out
 
-    def rotate(self, x: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        """Heads, their norms, rotation, attention."""
+        prefix, arch = f"model.layers.{layer}.self_attn", self.arch
+        heads, kv, dim = arch.n_heads, arch.n_kv_heads, arch.head_dim
+        parts = qkv.split((heads * dim, kv * dim, kv * dim), dim=1)
+        q, k, v = (part.reshape(len(qkv), -1, dim) for part in parts)
+        if arch.qk_norm:
+            q, k = self.norm(q, f"{prefix}.q_norm"), self.norm(k, f"{prefix}.k_norm")
+        return self._attention(layer, self._rotate(q), self._rotate(k), v)
+
+    def _rotate(self, x: Tensor) -> Tensor:
         """Rotary embedding, half-split convention."""
         first, second = x.chunk(2, dim=-1)
         return x * self._cos + torch.cat([-second, first], dim=-1) * self._sin
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention inside each sequence; K and V rounded as the rollout's pages hold them."""
         prefix = f"model.layers.{layer}.self_attn"
         guides = (None, None) if self.guidance is None else (self.guidance.at(layer, "k"), self.guidance.at(layer, "v"))
@@ -115,8 +136,7 @@ class AutogradExecution:
             parts.append(out.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2]).index_select(0, bucket.real_cells))
         return torch.cat(parts).index_select(0, self._back).float()
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """[T, 2I] -> [T, I]."""
+    def _swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
@@ -189,7 +209,7 @@ class AutogradExecution:
         pairs = rounded.index_select(0, order // k).split(counts)
         both = [self._product(rows, gate_up[e], kind) for e, rows in enumerate(pairs) if len(rows)]
         guide = None if middle is None else middle.flat().select(order)
-        inner = self._activation(self.swiglu(torch.cat(both)), kind, f"{prefix}.mid", gate_up.shape[-1], guide)
+        inner = self._activation(self._swiglu(torch.cat(both)), kind, f"{prefix}.mid", gate_up.shape[-1], guide)
         outputs = [self._product(rows, down[e], kind) for e, rows in enumerate(inner.split(counts)) if len(rows)]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
         by_slot = torch.cat(outputs).index_select(0, back).view(len(x), k, -1)

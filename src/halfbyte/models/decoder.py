@@ -40,22 +40,11 @@ def logits(arch: Architecture, run: Execution, ids: Tensor, rows: Tensor | None 
 
 def _layer(arch: Architecture, run: Execution, index: int, x: Tensor) -> Tensor:
     prefix = f"model.layers.{index}"
-    h = x + _attention(arch, run, index, run.norm(x, f"{prefix}.input_layernorm"))
-    z = run.norm(h, f"{prefix}.post_attention_layernorm")
+    attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    qkv = run.linear(x, (f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"), norm=f"{prefix}.input_layernorm")
+    h = run.linear(run.attend(index, qkv), (f"{attn}.o_proj",), residual=x)
+    norm = f"{prefix}.post_attention_layernorm"
     if arch.is_moe_layer(index):
-        return h + run.experts(index, z)
-    mlp = f"{prefix}.mlp"
-    inner = run.swiglu(run.linear(z, (f"{mlp}.gate_proj", f"{mlp}.up_proj")))
-    return h + run.linear(inner, (f"{mlp}.down_proj",))
-
-
-def _attention(arch: Architecture, run: Execution, index: int, x: Tensor) -> Tensor:
-    name = f"model.layers.{index}.self_attn"
-    heads, kv, dim = arch.n_heads, arch.n_kv_heads, arch.head_dim
-    qkv = run.linear(x, (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"))
-    q, k, v = qkv.split((heads * dim, kv * dim, kv * dim), dim=1)
-    q, k, v = q.reshape(-1, heads, dim), k.reshape(-1, kv, dim), v.reshape(-1, kv, dim)
-    if arch.qk_norm:
-        q, k = run.norm(q, f"{name}.q_norm"), run.norm(k, f"{name}.k_norm")
-    out = run.attention(index, run.rotate(q), run.rotate(k), v)
-    return run.linear(out, (f"{name}.o_proj",))
+        return h + run.experts(index, run.norm(h, norm))
+    inner = run.linear(h, (f"{mlp}.gate_proj", f"{mlp}.up_proj"), norm=norm, gated=True)
+    return run.linear(inner, (f"{mlp}.down_proj",), residual=h)

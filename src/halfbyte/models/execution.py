@@ -29,20 +29,26 @@ class Execution(Protocol):
         """RMSNorm over the last dimension of ``x`` [..., D]."""
         ...
 
-    def linear(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
-        """Projections that share the input ``x`` [T, K], concatenated: [T, sum N]. Biases are added where they exist."""
+    def linear(
+        self,
+        x: Tensor,
+        names: tuple[str, ...],
+        *,
+        norm: str | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Projections that share the input ``x`` [T, K], concatenated: [T, sum N]. Biases are added where they exist.
+
+        ``norm``: RMSNorm of ``x`` by this name comes first. ``gated``: the two projections are gate and up, the result is
+        silu(gate) * up, [T, N]. ``residual`` is added last.
+        """
         ...
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotary embedding of ``x`` [T, heads, head_dim] at the bound positions (half-split convention)."""
-        ...
-
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal grouped-query attention; q [T, H, D], k and v [T, Hkv, D] after rotation -> [T, H * D]."""
-        ...
-
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """[T, 2I] (gate then up) -> silu(gate) * up, [T, I]."""
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        """All between two projections: the heads of ``qkv`` [T, (H + 2 Hkv) * D], RMSNorm of query and key heads where the
+        family has it, rotary embedding at the bound positions (half-split convention), causal grouped-query attention:
+        [T, H * D]."""
         ...
 
     def experts(self, layer: int, x: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import NumericsError
-from halfbyte.formats import QuantTensor
+from halfbyte.formats import PayloadBits, QuantTensor
 from halfbyte.guidance.cache import PassRecord
 from halfbyte.guidance.sites import site_of_linear
-from halfbyte.kernels import Kernels, PackedExperts, PackedLinear
+from halfbyte.kernels import AttentionStep, Kernels, PackedExperts, PackedLinear
 from halfbyte.models.architecture import site_of
 from halfbyte.models.routing import route
 from halfbyte.rollout.pages import PagePool
@@ -72,7 +72,10 @@ class PackedExecution:
         self.weights, self.pool, self.kernels, self.batch, self.find_fault = weights, pool, kernels, batch, find_fault
         self.record = record
         self.arch, self.precision = weights.arch, weights.precision
-        self._scale = float(self.arch.head_dim) ** -0.5
+        self._step = AttentionStep(
+            batch.positions, batch.slots, batch.page_table, batch.query_start, batch.context_length,
+            weights.cos, weights.sin, float(self.arch.head_dim) ** -0.5,
+        )  # fmt: skip
         self._moe_index = {layer: i for i, layer in enumerate(pool.moe_layers)}
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -86,32 +89,36 @@ class PackedExecution:
         )
         return flat.view(x.shape)
 
-    def linear(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        names: tuple[str, ...],
+        *,
+        norm: str | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """Projections that share an input, each row in its phase's precision."""
         kinds = self.precision.kinds(site_of(f"{names[0]}.weight"))
-        weights = [self.weights.linears[names, kind] for kind in kinds]
-        if self.record is not None and (site := site_of_linear(names[0])) is not None:
-            layer = int(names[0].split(".")[2])
-            if self.record.bits(layer, site) is not None:
-                return self._phased(
-                    x, weights, lambda rows, w, which: self._recorded_linear(rows, w, layer, site, which)
-                )
-        return self._phased(x, weights, lambda rows, w, which: self.kernels.linear(rows, w))
+        packed, place = [self.weights.linears[names, kind] for kind in kinds], self._recorded_place(names[0])
+        if len(packed) == 1:
+            weight = None if norm is None else self.weights.vectors[f"{norm}.weight"]
+            return self._project(x, packed[0], place, None, norm=weight, gated=gated, residual=residual)
+        rows = x if norm is None else self.norm(x, norm)
+        out = self._phased(rows, packed, lambda part, w, which: self._project(part, w, place, which))
+        out = self.kernels.swiglu(out) if gated else out
+        return out if residual is None else residual + out
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotary embedding at the batch's positions."""
-        return self.kernels.rope(x, self.batch.positions, self.weights.cos, self.weights.sin)
-
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Write K and V to their pages, then attend to what the pages hold (so that prefill equals decode)."""
-        cache, batch = self.pool.layers[layer], self.batch
-        self.kernels.store_kv(cache, k, v.contiguous(), batch.slots)
-        out = self.kernels.attention(q, cache, batch.page_table, batch.query_start, batch.context_length, self._scale)
-        return out.view(len(q), -1)
-
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """[T, 2I] -> [T, I]."""
-        return self.kernels.swiglu(gate_up)
+        name = f"model.layers.{layer}.self_attn"
+        vectors = self.weights.vectors
+        norms = (
+            (vectors[f"{name}.q_norm.weight"], vectors[f"{name}.k_norm.weight"]) if self.arch.qk_norm else (None, None)
+        )
+        return self.kernels.attend(
+            qkv, self.pool.layers[layer], self._step, q_norm=norms[0], k_norm=norms[1], eps=self.arch.norm_eps
+        )
 
     def experts(self, layer: int, x: Tensor) -> Tensor:
         """Routed experts; the routes are written to the tokens' slots."""
@@ -174,12 +181,34 @@ class PackedExecution:
         self._note(done.middle, layer, "expert_mid", which)
         return done.output
 
-    def _recorded_linear(self, x: Tensor, weight: PackedLinear, layer: int, site: str, which: Tensor | None) -> Tensor:
-        if weight.activation_spec is None:  # not W4A4 in this phase
-            return self.kernels.linear(x, weight)
-        q = self.kernels.quantise(x, weight.activation_spec, name=f"{weight.name} input")
-        self._note(q, layer, site, which)
-        return self.kernels.linear_codes(q, weight)
+    def _recorded_place(self, name: str) -> tuple[int, str, PayloadBits] | None:
+        """Layer, site and bits where the input of this projection is recorded."""
+        site = None if self.record is None else site_of_linear(name)
+        if self.record is None or site is None:
+            return None
+        layer = int(name.split(".")[2])
+        bits = self.record.bits(layer, site)
+        return None if bits is None else (layer, site, bits)
+
+    def _project(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        place: tuple[int, str, PayloadBits] | None,
+        which: Tensor | None,
+        *,
+        norm: Tensor | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """One product of the rows ``which`` (None: all), noting the codes of its input where ``place`` says so (W4A4)."""
+        eps = self.arch.norm_eps
+        if place is None or self.record is None or w.kind != "w4a4":
+            return self.kernels.linear(x, w, norm=norm, eps=eps, gated=gated, residual=residual)
+        layer, site, bits = place
+        out, payload = self.kernels.linear_recorded(x, w, bits, norm=norm, eps=eps, gated=gated, residual=residual)
+        self.record.write(layer, site, payload, which)
+        return out
 
     def _note(self, q: QuantTensor, layer: int, site: str, which: Tensor | None) -> None:
         assert self.record is not None

@@ -14,7 +14,9 @@ from torch import Tensor
 from halfbyte.formats import Payload, PayloadBits, QuantSpec, QuantTensor
 from halfbyte.kernels import _native
 from halfbyte.kernels import kv as _kv
+from halfbyte.kernels.attention_step import AttentionStep
 from halfbyte.kernels.kv import KvKind, KvLayer
+from halfbyte.kernels.native import attend as _attend
 from halfbyte.kernels.native import attention as _attention
 from halfbyte.kernels.native import experts as _experts
 from halfbyte.kernels.native import guide as _guide
@@ -25,6 +27,7 @@ from halfbyte.kernels.native import quantise as _quantise
 from halfbyte.kernels.native import rope as _rope
 from halfbyte.kernels.native import sampling as _sampling
 from halfbyte.kernels.native import swiglu as _swiglu
+from halfbyte.kernels.native.buffers import new_zeros
 from halfbyte.kernels.reference.sampling import Sampled
 from halfbyte.kernels.weights import ExpertsRecord, LinearKind, PackedExperts, PackedLinear
 
@@ -100,11 +103,30 @@ class NativeKernels:
             self._isa, weight, kind, weight_spec=weight_spec, activation_spec=activation_spec, bias=bias, name=name
         )
 
-    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
-        return _linear.linear(self._isa, x, w)
+    def linear(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return _linear.linear(self._isa, x, w, norm, eps, gated, residual)
 
-    def linear_codes(self, q: QuantTensor, w: PackedLinear) -> Tensor:
-        return _linear.linear_codes(self._isa, q, w)
+    def linear_recorded(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        bits: PayloadBits,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Payload]:
+        return _linear.linear_recorded(self._isa, x, w, bits, norm, eps, gated, residual)
 
     def pack_experts(
         self,
@@ -138,7 +160,7 @@ class NativeKernels:
     def new_kv_layer(
         self, n_pages: int, page_size: int, n_kv: int, head_dim: int, kind: KvKind, spec: QuantSpec | None = None
     ) -> KvLayer:
-        return _kv.new_kv_layer(n_pages, page_size, n_kv, head_dim, kind, spec)
+        return _kv.new_kv_layer(n_pages, page_size, n_kv, head_dim, kind, spec, zeros=new_zeros)
 
     def store_kv(self, layer: KvLayer, k: Tensor, v: Tensor, slots: Tensor) -> None:
         _kv_store.store_kv(layer, k, v, slots, isa=self._isa)
@@ -150,6 +172,18 @@ class NativeKernels:
         self, q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor, scale: float
     ) -> Tensor:
         return _attention.attention(q, layer, page_table, query_start, context_len, scale, isa=self._isa)
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: KvLayer,
+        step: AttentionStep,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        return _attend.attend(self, qkv, layer, step, q_norm, k_norm, eps, isa=self._isa)
 
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
         return _sampling.log_softmax(logits, temperature, isa=self._isa)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from halfbyte.formats import Payload, PayloadBits, QuantSpec, QuantTensor, payload_of
 from halfbyte.kernels import kv as _kv
+from halfbyte.kernels.attention_step import AttentionStep
 from halfbyte.kernels.kv import KvKind, KvLayer
+from halfbyte.kernels.reference import attend as _attend
 from halfbyte.kernels.reference import attention as _attention
 from halfbyte.kernels.reference import experts as _experts
 from halfbyte.kernels.reference import guide as _guide
@@ -71,11 +73,30 @@ class ReferenceKernels:
             weight, kind, weight_spec=weight_spec, activation_spec=activation_spec, bias=bias, name=name
         )
 
-    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
-        return _linear.linear(x, w)
+    def linear(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return _linear.linear(x, w, norm, eps, gated, residual)
 
-    def linear_codes(self, q: QuantTensor, w: PackedLinear) -> Tensor:
-        return _linear.linear_codes(q, w)
+    def linear_recorded(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        bits: PayloadBits,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Payload]:
+        return _linear.linear_recorded(x, w, bits, norm, eps, gated, residual)
 
     def pack_experts(
         self,
@@ -121,6 +142,18 @@ class ReferenceKernels:
         self, q: Tensor, layer: KvLayer, page_table: Tensor, query_start: Tensor, context_len: Tensor, scale: float
     ) -> Tensor:
         return _attention.attention(q, layer, page_table, query_start, context_len, scale)
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: KvLayer,
+        step: AttentionStep,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        return _attend.attend(self, qkv, layer, step, q_norm, k_norm, eps)
 
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
         return _sampling.log_softmax(logits, temperature)

@@ -22,19 +22,22 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ShapeError
-from halfbyte.formats import QuantSpec, QuantTensor, decode_e2m1, quantise, unpack_codes
+from halfbyte.formats import Payload, PayloadBits, QuantSpec, QuantTensor, decode_e2m1, quantise, unpack_codes
+from halfbyte.kernels.reference.guide import quantise_with_payload
+from halfbyte.kernels.reference.norm import rms_norm
+from halfbyte.kernels.reference.swiglu import swiglu
 from halfbyte.kernels.weights import (
     LinearKind,
     PackedLinear,
+    check_around,
     check_bias,
-    check_codes,
-    check_input,
     check_kind,
+    check_recordable,
     matrix_shape,
     row_global_scale,
 )
 
-__all__ = ["RowStore", "linear", "linear_codes", "matrix_product", "pack_linear", "row_store"]
+__all__ = ["RowStore", "linear", "linear_recorded", "matrix_product", "pack_linear", "row_store"]
 
 _CHUNK = 1 << 24  # elements of the block dots held at once
 
@@ -173,32 +176,60 @@ def w4a4_product(a: QuantTensor, store: RowStore) -> Tensor:
     return acc * ((token * store.row_multiplier) * 0.25)
 
 
-def linear(x: Tensor, w: PackedLinear) -> Tensor:
-    """``x [M, K] float32 -> [M, N] float32``.
+def linear(
+    x: Tensor,
+    w: PackedLinear,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``x [M, K] float32 -> [M, N] float32``, or ``[M, N / 2]`` when gated.
 
+    Arguments:
+        norm, eps: the rows go through RMSNorm with this weight ``[K]`` first.
+        gated: the result goes through SwiGLU, the first half of the outputs being the gate.
+        residual: added to the result, last.
     Raises:
-        ShapeError: ``x`` is not float32 ``[M, w.k]``, or ``w`` was packed by another implementation.
+        ShapeError: see :func:`halfbyte.kernels.weights.check_around`; or ``w`` was packed by another implementation.
         NumericsError: ``x`` holds NaN or infinity (w4a4).
     """
-    check_input(x, w.k, w.name)
+    check_around(x, w, norm, gated, residual)
     if not isinstance(w.store, RowStore):
         raise ShapeError(
             "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
         )
-    y = matrix_product(x.detach(), w.store, w.kind, w.activation_spec, w.name)
-    return y if w.bias is None else y + w.bias
+    rows = x.detach() if norm is None else rms_norm(x.detach(), norm, eps)
+    return _after(matrix_product(rows, w.store, w.kind, w.activation_spec, w.name), w, gated, residual)
 
 
-def linear_codes(q: QuantTensor, w: PackedLinear) -> Tensor:
-    """``q [M, K]`` quantised by ``w.activation_spec -> [M, N] float32``, the bits of :func:`linear` of what ``q`` came from.
+def linear_recorded(
+    x: Tensor,
+    w: PackedLinear,
+    bits: PayloadBits,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Payload]:
+    """:func:`linear` with the payload of its input (after the norm).
 
     Raises:
-        ConfigError, ShapeError, SpecMismatchError: see :func:`halfbyte.kernels.weights.check_codes`.
+        ConfigError: ``w`` is not w4a4, or bits other than 4, 2 and 1. Otherwise as :func:`linear`.
     """
-    check_codes(q, w)
+    check_recordable(w.kind, w.name)
+    check_around(x, w, norm, gated, residual)
     if not isinstance(w.store, RowStore):
         raise ShapeError(
             "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
         )
-    y = w4a4_product(q, w.store)
-    return y if w.bias is None else y + w.bias
+    assert w.activation_spec is not None
+    rows = x.detach() if norm is None else rms_norm(x.detach(), norm, eps)
+    q, payload = quantise_with_payload(rows, w.activation_spec, bits, name=f"{w.name} input")
+    return _after(w4a4_product(q, w.store), w, gated, residual), payload
+
+
+def _after(y: Tensor, w: PackedLinear, gated: bool, residual: Tensor | None) -> Tensor:
+    y = y if w.bias is None else y + w.bias
+    y = swiglu(y) if gated else y
+    return y if residual is None else residual + y
