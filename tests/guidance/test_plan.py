@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -93,9 +95,7 @@ def test_places_of_another_rule_are_refused_by_field() -> None:
     layout.require_places(places(ARCH, EXPERTS), "here")
     other = precision_from({"preset": "experts-w4a4kv4", "kv_spec": "halfbyte_kv"})
     layout.require_places(places(ARCH, other), "here")
-    import dataclasses
-
-    changed = dataclasses.replace(EXPERTS, kv_spec=get_spec("halfbyte_kv").replace(constant=0.25))
+    changed = replace(EXPERTS, kv_spec=get_spec("halfbyte_kv").replace(constant=0.25))
     with pytest.raises(SpecMismatchError, match="constant"):
         layout.require_places(places(ARCH, changed), "here")
 

@@ -186,7 +186,9 @@ def test_tokens_without_guidance_are_rounded_as_before_and_counted(moe: Checkpoi
     torch.testing.assert_close(mixed.logp[odd], guided.logp[odd], atol=1e-5, rtol=0)
     torch.testing.assert_close(mixed.logp[~odd], plain[~odd], atol=1e-5, rtol=0)
 
-    short = [replace(t, guidance=replace(t.guidance, rows=t.guidance.rows[:10])) for t in trajectories]  # type: ignore
+    short = [
+        replace(t, guidance=replace(t.guidance, rows=t.guidance.rows[:10], kv=t.guidance.kv[:10])) for t in trajectories
+    ]  # type: ignore
     for given, share in ((trajectories, 0.0), (some, 0.5), (without, 1.0), (short, 1 - 10 / 31)):
         metrics = learner(moe, Alignment(), objective={"skip_zero_advantage": False}).step(given, 0).metrics
         assert metrics["align/unguided"] == pytest.approx(share)

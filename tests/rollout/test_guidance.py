@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import ConfigError
-from halfbyte.formats import QuantTensor
+from halfbyte.formats import Payload
 from halfbyte.guidance.batch import Alignment, BatchGuidance, gather
-from halfbyte.guidance.cache import Shelf
+from halfbyte.guidance.cache import PassRecord, Shelf
 from halfbyte.guidance.plan import Plan, make_plan
 from halfbyte.kernels import active
 from halfbyte.kernels.kv import new_kv_layer
@@ -23,7 +23,6 @@ from halfbyte.models.checkpoint import Checkpoint, load_checkpoint
 from halfbyte.models.precision import Precision, precision_from
 from halfbyte.models.trajectory import SamplingParams, Trajectory
 from halfbyte.rollout.engine import Engine, EngineOptions
-from halfbyte.rollout.packed import PackedExecution
 from halfbyte.rollout.request import Request
 
 SHARED = tuple(range(2, 40))
@@ -56,8 +55,8 @@ def requests(seed: int) -> list[Request]:
 def rows_by_sample(trajectories: list[Trajectory]) -> dict[tuple[int, int], bytes]:
     for t in trajectories:
         assert t.guidance is not None
-        assert len(t.guidance.rows) == len(t) - 1
-    return {(t.group, t.sample): t.guidance.rows.tobytes() for t in trajectories}  # type: ignore[union-attr]
+        assert len(t.guidance) == len(t.guidance.kv) == len(t) - 1
+    return {(t.group, t.sample): t.guidance.rows.tobytes() + t.guidance.kv.tobytes() for t in trajectories}  # type: ignore[union-attr]
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -104,13 +103,16 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: dict[tuple[int, str], list[torch.Tensor]] = {}
-        real = PackedExecution._note
+        real = PassRecord.write
 
-        def note(run: PackedExecution, q: QuantTensor, layer: int, site: str, which: torch.Tensor | None) -> None:
-            self.seen.setdefault((layer, site), []).append(q.dequantise().reshape(q.shape[0], -1))
-            real(run, q, layer, site, which)
+        def write(
+            record: PassRecord, layer: int, site: str, payload: Payload, tokens: torch.Tensor | None = None
+        ) -> None:
+            values = payload.quantised().dequantise()
+            self.seen.setdefault((layer, site), []).append(values.reshape(values.shape[0], -1))
+            real(record, layer, site, payload, tokens)
 
-        monkeypatch.setattr(PackedExecution, "_note", note)
+        monkeypatch.setattr(PassRecord, "write", write)
 
 
 def guidance_of(t: Trajectory, plan: Plan | None = None) -> BatchGuidance:
@@ -197,7 +199,7 @@ def test_bytes_a_token_are_the_formula_and_the_global_scales(family_folders: dic
         assert plan.formula_bytes(arch, precision) == numbers * (bits + 0.5) / 8
         assert t.guidance is not None
         rows = arch.n_layers * (3 + k)  # one byte of global scale a row of qkv_in, o_in, expert_in and expert_mid
-        assert t.guidance.rows.shape[1] == numbers * (bits + 0.5) / 8 + rows
+        assert t.guidance.bytes_per_token == numbers * (bits + 0.5) / 8 + rows
 
 
 def test_fewer_bits_are_recorded_as_four_would_be_narrowed(family_folders: dict[str, Path]) -> None:
@@ -253,7 +255,7 @@ def test_weights_that_change_in_mid_flight_leave_the_codes_of_the_new_ones(famil
     replay = Request(tuple(t.ids[:-1].tolist()), SamplingParams(max_tokens=1))
     (again,) = fresh.generate([replay])
     assert again.guidance is not None
-    assert np.array_equal(t.guidance.rows, again.guidance.rows)
+    assert rows_by_sample([t]) == rows_by_sample([again])
 
 
 def test_aborted_samples_bring_what_they_have(family_folders: dict[str, Path]) -> None:
@@ -264,7 +266,7 @@ def test_aborted_samples_bring_what_they_have(family_folders: dict[str, Path]) -
     (t,) = runner.abort()
     assert t.finish_reason == "abort"
     assert t.guidance is not None
-    assert len(t.guidance.rows) == len(t) - 1
+    assert len(t.guidance) == len(t) - 1
 
 
 def test_a_shelf_beyond_its_budget_reads_the_same_bytes_from_a_file(
@@ -284,7 +286,7 @@ def test_a_shelf_beyond_its_budget_reads_the_same_bytes_from_a_file(
     assert shelf.spilled > 0
     assert shelf.held == 0
     assert list(tmp_path.iterdir()) == []  # unnamed: nothing is left behind, however the process ends
-    assert all(isinstance(t.guidance.rows, np.memmap) for t in spilled)  # type: ignore[union-attr]
+    assert all(isinstance(x, np.memmap) for t in spilled for x in (t.guidance.rows, t.guidance.kv))  # type: ignore[union-attr]
 
 
 def test_a_shelf_gives_its_budget_back_when_the_trajectories_are_gone() -> None:
@@ -328,9 +330,19 @@ def test_a_busy_engine_does_not_change_what_it_records(family_folders: dict[str,
 def test_rows_cross_files_and_processes_without_pickle(family_folders: dict[str, Path], tmp_path: Path) -> None:
     (t,) = engine(family_folders["qwen3_moe"]).generate([Request(SHARED, SamplingParams(max_tokens=4))])
     assert t.guidance is not None
-    np.savez(tmp_path / "t.npz", rows=t.guidance.rows, layout=np.array(t.guidance.layout), version=t.guidance.version)
+    g = t.guidance
+    np.savez(tmp_path / "t.npz", rows=g.rows, kv=g.kv, layout=np.array(g.layout), version=g.version)
+        tmp_path / "t.npz",
+        rows=t.guidance.rows,
+        kv=t.guidance.kv,
+        layout=np.array(t.guidance.layout),
+        version=t.guidance.version,
+    )
     with np.load(tmp_path / "t.npz", allow_pickle=False) as data:
-        back = replace(t.guidance, rows=data["rows"], layout=str(data["layout"]), version=int(data["version"]))
+        version = int(data["version"])
+        back = replace(g, rows=data["rows"], kv=data["kv"], layout=str(data["layout"]), version=version)
+            t.guidance, rows=data["rows"], kv=data["kv"], layout=str(data["layout"]), version=int(data["version"])
+        )
     a, b = guidance_of(t), guidance_of(replace(t, guidance=back))
     for place in a.bits:
         mine, theirs = a.at(*place), b.at(*place)

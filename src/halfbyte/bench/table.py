@@ -14,8 +14,18 @@ from rich.table import Table
 from halfbyte.bench.case import KernelRow
 from halfbyte.bench.memory import MemoryRow
 from halfbyte.bench.rollout import RolloutRow
+from halfbyte.bench.trace import TraceRow
 
-__all__ = ["heading", "kernel_table", "memory_table", "rollout_table", "show", "write_json"]
+__all__ = [
+    "heading",
+    "kernel_table",
+    "memory_table",
+    "rollout_table",
+    "show",
+    "size_table",
+    "trace_table",
+    "write_json",
+]
 
 
 def heading(facts: Mapping[str, Any]) -> str:
@@ -88,6 +98,61 @@ def memory_table(rows: Sequence[MemoryRow]) -> Table:
             f"{row.predicted_bytes / 2**20:.1f}",
             f"{row.ratio:.3f}",
             "" if share is None else f"{share:.4f}",
+        )
+    return table
+
+
+def trace_table(rows: Sequence[TraceRow]) -> Table:
+    """One line a way of guiding; shares are of the first line of the same precision and products."""
+    table = Table("model", "precision", "products", "method", title="gap of learner and rollout", title_justify="left")
+    for name in (
+        "bits",
+        "sites",
+        "layers",
+        "routes",
+        "k3 KL",
+        "of none",
+        "mean |gap|",
+        "of none",
+        "codes differ",
+        "bytes/token",
+        "step s",
+    ):
+        table.add_column(name, justify="left" if name in ("sites", "layers", "routes") else "right")
+    for row in rows:
+        table.add_row(
+            row.model,
+            row.precision,
+            row.products,
+            row.method,
+            str(row.payload_bits or ""),
+            row.sites,
+            row.layers,
+            "replayed" if row.router_replay else "live",
+            f"{row.k3_kl:.2e}",
+            f"{100 * row.share_k3:.3g}%",
+            f"{row.mean_abs_gap:.2e}",
+            f"{100 * row.share_gap:.3g}%",
+            "" if row.code_mismatch != row.code_mismatch else f"{100 * row.code_mismatch:.2f}%",
+            f"{row.bytes_per_token:.0f}",
+            f"{row.step_seconds:.2f}",
+        )
+    return table
+
+
+def size_table(rows: Sequence[Mapping[str, str | float]]) -> Table:
+    """One line a model and setting."""
+    table = Table("model", "guided", "bits", title="guidance of large models, by the formula", title_justify="left")
+    for name in ("bytes/token", "with global scales", "GiB per million tokens"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["model"]),
+            str(row["setting"]),
+            str(row["bits"]),
+            f"{row['bytes_per_token']:,.0f}",
+            f"{row['with_global_scales']:,.0f}",
+            f"{row['gib_per_million_tokens']:.1f}",
         )
     return table
 

@@ -1,4 +1,4 @@
-"""``halfbyte bench kernels`` and ``halfbyte bench rollout``: our speed beside baselines, measured here."""
+"""``halfbyte bench``: our kernels and decoding beside baselines, and what guidance leaves of the gap, measured here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ __all__ = ["make_bench"]
 
 
 def make_bench() -> App:
-    """The two commands."""
-    app = App(name="bench", help="Measure kernels and decoding beside their baselines.", help_format="plaintext")
+    """The three commands."""
+    help_text = "Measure kernels, decoding and the alignment of rollout and learner beside their baselines."
+    app = App(name="bench", help=help_text, help_format="plaintext")
     app.command(kernels)
     app.command(rollout)
+    app.command(trace)
     return app
 
 
@@ -107,6 +109,58 @@ def rollout(
     if json is not None:
         memory = [row.to_json() for row in contest.memory]
         table.write_json(json, facts, [row.to_json() for row in rows], memory=memory, notes=list(contest.notes))
+    return 0
+
+
+def trace(
+    *,
+    model: Annotated[str, Parameter(help="Model folder, or tiny for the policy in the package.")] = "tiny",
+    random_moe: Annotated[int, Parameter(help="Instead: a random mixture of experts with this many layers.")] = 0,
+    precision: Annotated[str, Parameter(help="Precision presets, with commas.")] = "experts-w4a4kv4,w4a4kv4",
+    products: Annotated[str, Parameter(help="What the learner multiplies in: bf16, fp32, or both.")] = "bf16,fp32",
+    env: Annotated[str, Parameter(help="Environment that the prompts come from.")] = "arithmetic:sort",
+    prompts: Annotated[int, Parameter(help="Prompts.")] = 32,
+    samples: Annotated[int, Parameter(help="Responses to each.")] = 4,
+    tokens: Annotated[int, Parameter(help="Tokens of a response.")] = 32,
+    full: Annotated[bool, flag("Every method with every payload, set of sites and layer policy.")] = False,
+    repeats: Annotated[int, Parameter(help="Steps a row; the fastest counts.")] = 1,
+    threads: Annotated[int | None, Parameter(help="Threads; all usable cores by default.")] = None,
+    json: Annotated[Path | None, Parameter(help="Also write the rows to this file.")] = None,
+) -> int:
+    """Measure what rollout-guided rounding leaves of the gap, by method, payload, sites and layers, with controls."""
+    thread_policy.apply(threads)
+
+    from halfbyte.bench import table
+    from halfbyte.bench import trace as bench
+    from halfbyte.bench.machine import machine
+    from halfbyte.bench.trace_sizes import size_rows
+
+    named = ((prompts, "--prompts"), (samples, "--samples"), (tokens, "--tokens"), (repeats, "--repeats"))
+    for value, name in named:
+        _positive(value, name)
+    chosen = [word.strip() for word in products.split(",")]
+    if not chosen or set(chosen) - {"bf16", "fp32"}:
+        raise ConfigError(
+            f"{products!r} cannot be used", where="--products", expected="bf16, fp32, or both with a comma"
+        )
+    facts, rows = machine(), []
+    sizes = list(size_rows())
+    shape = {"prompts": prompts, "samples": samples, "tokens": tokens}
+    try:
+        for preset in precision.split(","):
+            if random_moe:
+                trial = bench.random_trial(preset.strip(), layers=random_moe, **shape)
+            else:
+                trial = bench.open_trial(model, preset.strip(), env=env, **shape)
+            runs = bench.full_runs(trial) if full else bench.short_runs(trial)
+            for word in chosen:
+                for row in bench.compare(trial, runs, word, repeats=repeats):
+                    _progress(f"{row.precision} {row.products} {row.method} {row.sites}: k3 {row.k3_kl:.2e}")
+                    rows.append(row)
+    finally:
+        table.show([table.heading(facts), table.trace_table(rows), table.size_table(sizes)])
+    if json is not None:
+        table.write_json(json, facts, [row.to_json() for row in rows], sizes=sizes)
     return 0
 
 

@@ -26,14 +26,14 @@ class Alignment:
     """How a learner uses guidance.
 
     Arguments:
-        method: the rounding.
+        method: the rounding; None only compares codes and rounds as without guidance.
         plan: the places to guide and their bits; None takes what was recorded.
         max_version_lag: guidance of a weight version older than the learner's by more than this is not used.
         measured_tokens: tokens a step whose own codes are compared with the rollout's.
         thorough: also measure what payloads of fewer bits than recorded would repair.
     """
 
-    method: RoundingMethod = TRACE
+    method: RoundingMethod | None = TRACE
     plan: Plan | None = None
     max_version_lag: int = 0
     measured_tokens: int = 64
@@ -72,7 +72,7 @@ class BatchGuidance:
     """Rows of ``T`` flat tokens.
 
     Arguments:
-        rows: [T, row_bytes] uint8.
+        rows: [T, recorded_bytes] uint8. kv: [T, row_bytes - recorded_bytes] uint8.
         have: [T] bool, tokens with a row.
         routes: [T, moe layers, k] int64, the experts that the rollout's slots went to; None for dense models.
         moe_index: layer -> its place in ``routes``.
@@ -82,6 +82,7 @@ class BatchGuidance:
 
     layout: Layout
     rows: Tensor
+    kv: Tensor
     have: Tensor
     routes: Tensor | None
     moe_index: dict[int, int]
@@ -112,18 +113,21 @@ class BatchGuidance:
     def _read(self, f: Field, bits: int) -> Guide:
         place, count = f.place, len(self.rows)
         shape = (count, place.width) if place.site not in ("expert_mid", "k", "v") else (count, place.rows, place.width)
-        codes = self.rows[:, f.start : f.scales_at].contiguous().view(*shape[:-1], -1)
-        scales = self.rows[:, f.scales_at : f.global_at].contiguous().view(*shape[:-1], -1)
+        own = self.layout.recorded_bytes
+        source, shift = (self.kv, own) if place.site in ("k", "v") else (self.rows, 0)
+        codes, scales, stored = (
+            source[:, a - shift : b - shift].contiguous()
+            for a, b in ((f.start, f.scales_at), (f.scales_at, f.global_at), (f.global_at, f.stop))
+        )
         guided = self.have
         if f.global_bytes:
-            stored = self.rows[:, f.global_at : f.stop].contiguous().view(count * place.rows, -1)
-            g = decode_global(stored, place.spec).view(shape[:-1])
+            g = decode_global(stored.view(count * place.rows, -1), place.spec).view(shape[:-1])
             guided = (g != 0) & (self.have if g.dim() == 1 else self.have[:, None])
             if place.spec.global_scale != "token":
                 g = torch.tensor(place.spec.constant if place.spec.global_scale == "constant" else 1.0)
         else:
             g = torch.tensor(place.spec.constant if place.spec.global_scale == "constant" else 1.0)
-        payload = Payload(codes, scales, g, place.spec, f.bits, shape)
+        payload = Payload(codes.view(*shape[:-1], -1), scales.view(*shape[:-1], -1), g, place.spec, f.bits, shape)
         if bits != f.bits:
             payload = self.kernels.payload(payload.quantised(), bits)  # type: ignore[arg-type]
         return Guide(place.layer, place.site, payload, guided)
@@ -179,23 +183,26 @@ def gather(
         raise DataError("one batch holds guidance of different plans", expected="one plan for all samples of a step")
     layout = read_layout(next(iter(layouts)))
     total = sum(widths)
-    rows = np.empty((total, layout.row_bytes), dtype=np.uint8)
+    own = layout.recorded_bytes
+    rows, kv = (np.empty((total, width), dtype=np.uint8) for width in (own, layout.row_bytes - own))
     have = np.zeros(total, dtype=bool)
     start = 0
     for record, width in zip(used, widths):
         if record is not None:
-            count = len(record.rows)
-            if record.rows.shape[1:] != (layout.row_bytes,):
+            count = len(record)
+            if (record.rows.shape[1:], record.kv.shape[1:]) != (rows.shape[1:], kv.shape[1:]):
                 raise DataError(
-                    f"guidance rows have {record.rows.shape[1:]} bytes",
-                    expected=f"{layout.row_bytes}, as their layout says",
+                    f"guidance has {record.rows.shape[1:]} and {record.kv.shape[1:]} bytes a token",
+                    expected=f"{rows.shape[1:]} and {kv.shape[1:]}, as its layout says",
                 )
             rows[start : start + count] = record.rows
+            kv[start : start + count] = record.kv
             have[start : start + count] = True
         start += width
     return BatchGuidance(
         layout,
         torch.from_numpy(rows),
+        torch.from_numpy(kv),
         torch.from_numpy(have),
         routes,
         {layer: i for i, layer in enumerate(moe_layers)},

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +19,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import DataError
-from halfbyte.formats import Payload, PayloadBits
-from halfbyte.formats.payload import payload_codes
+from halfbyte.formats import Payload, PayloadBits, QuantTensor
 from halfbyte.guidance.layout import Layout, encode_global
+from halfbyte.kernels import Kernels
 from halfbyte.kernels.kv import KvLayer
 
-__all__ = ["Arena", "PassRecord", "Shelf", "split_rows"]
+__all__ = ["Arena", "PassRecord", "Shelf"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -51,36 +50,34 @@ class Arena:
         paged = self.rows.reshape(self.n_pages, self.page_size, -1)
         paged[list(targets)] = paged[list(sources)]
 
-    def take(self, pages: Sequence[int], kv: Sequence[KvLayer]) -> Bytes:
-        """Whole rows [P * page_size, row_bytes] of the tokens in ``pages``; keys and values come from the pages of ``kv``."""
-        layout, own = self.layout, self.layout.recorded_bytes
-        out = np.empty((len(pages) * self.page_size, layout.row_bytes), dtype=np.uint8)
-        if own:
-            out.reshape(len(pages), self.page_size, -1)[:, :, :own] = self.rows.reshape(
-                self.n_pages, self.page_size, own
-            )[list(pages)]
-        for layer, *fields in layout.pages():
+    def take(self, slots: npt.NDArray[np.int64]) -> Bytes:
+        """Rows [len(slots), recorded_bytes] of the tokens at ``slots``."""
+        return np.take(self.rows, slots, axis=0)
+
+    def take_kv(self, pages: Sequence[int], kv: Sequence[KvLayer], kernels: Kernels) -> Bytes:
+        """Rows [P * page_size, row_bytes - recorded_bytes] of the tokens in ``pages``, from what the KV pages themselves hold."""
+        count = len(pages) * self.page_size
+        parts = []
+        for layer, *fields in self.layout.pages():
             for field, (codes, scales) in zip(fields, kv[layer].page_codes(pages)):
                 if field is not None:
-                    out[:, field.start : field.scales_at] = (
-                        payload_codes(codes, field.bits).reshape(len(out), -1).numpy()
-                    )
-                    out[:, field.scales_at : field.stop] = scales.reshape(len(out), -1).numpy()
-        return out
+                    shape = (count, field.place.rows, field.place.width)
+                    q = QuantTensor(codes, scales, torch.ones(()), field.place.spec, shape)
+                    payload = kernels.payload(q, field.bits)
+                    parts += [payload.codes.reshape(count, -1), payload.scales.reshape(count, -1)]
+        return torch.cat(parts, dim=1).numpy() if parts else np.empty((count, 0), dtype=np.uint8)
 
 
 class PassRecord:
     """What one forward pass writes, gathered a site at a time and stored at its slots once.
 
     Arguments:
-        tokens: rows of the pass.
-        sparse: some tokens may be left out of a site (phases of different precision); they read as not recorded.
+        tokens: rows of the pass. A site that some of them leave out (phases of different precision) reads as not recorded there.
     """
 
-    def __init__(self, arena: Arena, tokens: int, *, sparse: bool = False) -> None:
-        self.arena = arena
-        make = torch.zeros if sparse else torch.empty
-        self.rows = make((tokens, arena.layout.recorded_bytes), dtype=torch.uint8)
+    def __init__(self, arena: Arena, tokens: int) -> None:
+        self.arena, self.tokens = arena, tokens
+        self._parts: dict[tuple[int, str], tuple[Tensor, Tensor, Tensor]] = {}
 
     def bits(self, layer: int, site: str) -> PayloadBits | None:
         """Payload bits of a site, None where it is not recorded."""
@@ -89,28 +86,31 @@ class PassRecord:
 
     def write(self, layer: int, site: str, payload: Payload, tokens: Tensor | None = None) -> None:
         """Note the payload of a site: its rows are those of all tokens of the pass, or of ``tokens`` [R] int64."""
-        field = self.arena.layout.by_place[layer, site]
-        count = len(self.rows) if tokens is None else len(tokens)
+        place = self.arena.layout.by_place[layer, site].place
+        count = self.tokens if tokens is None else len(tokens)
         if count == 0:
             return
-        g = encode_global(payload.global_scale.reshape(-1), field.place.spec)
-        if len(g) != count * field.place.rows:  # a constant scale, the same for all
-            g = g.expand(count * field.place.rows, -1)
-        parts = (
-            (field.start, field.scales_at, payload.codes),
-            (field.scales_at, field.global_at, payload.scales),
-            (field.global_at, field.stop, g),
-        )
-        for start, stop, values in parts:
-            if tokens is None:
-                self.rows[:, start:stop] = values.reshape(count, -1)
-            else:
-                self.rows[tokens, start:stop] = values.reshape(count, -1)
+        g = encode_global(payload.global_scale.reshape(-1), place.spec)
+        if len(g) != count * place.rows:  # a constant scale, the same for all
+            g = g.expand(count * place.rows, -1)
+        parts = (payload.codes.reshape(count, -1), payload.scales.reshape(count, -1), g.reshape(count, -1))
+        if tokens is not None:
+            parts = (self._spread(parts[0], tokens), self._spread(parts[1], tokens), self._spread(parts[2], tokens))
+        self._parts[layer, site] = parts
 
     def commit(self, slots: Tensor) -> None:
         """Store the rows at ``slots`` [T]."""
-        if self.rows.shape[1]:
-            self.arena.rows[slots.numpy()] = self.rows.numpy()
+        if self.arena.layout.recorded_bytes:
+            self.arena.rows[slots.numpy()] = torch.cat([part for f in self._fields() for part in f], dim=1).numpy()
+
+    def _fields(self) -> Iterator[tuple[Tensor, ...]]:
+        for f in self.arena.layout.fields:
+            if f.place.site not in ("k", "v"):
+                nothing = (torch.zeros(self.tokens, f.stop - f.start, dtype=torch.uint8),)
+                yield self._parts.get((f.place.layer, f.place.site), nothing)
+
+    def _spread(self, part: Tensor, tokens: Tensor) -> Tensor:
+        return part.new_zeros(self.tokens, part.shape[1]).index_copy_(0, tokens, part)
 
 
 class Shelf:
@@ -154,9 +154,3 @@ class Shelf:
 
     def _forget(self, count: int) -> None:
         self.held -= count
-
-
-def split_rows(rows: Bytes, page_counts: Sequence[int], held: Sequence[int], page_size: int) -> list[Bytes]:
-    """The rows of each sample: ``page_counts[i]`` pages each, of which the first ``held[i]`` tokens count."""
-    starts = [0, *accumulate(count * page_size for count in page_counts)]
-    return [rows[start : start + n] for start, n in zip(starts, held)]

@@ -118,20 +118,21 @@ class KvLayer:
             raise ShapeError(f"page {min(pages)} or {max(pages)} does not exist", expected=f"0..{self.n_pages - 1}")
         where = torch.tensor(pages, dtype=torch.int64)
         keys, values = self.k.index_select(0, where), self.v.index_select(0, where)
-        rows = len(pages) * self.page_size
-        # a key's lane holds its codes, eight a word, in order
-        k_codes = keys.transpose(-1, -2).contiguous().view(torch.uint8)
-        # byte i of word 2b + g, lane j: element 16b + j of keys 8g + i (low nibble) and 8g + 4 + i (high nibble)
-        lanes = values.view(torch.uint8).view(*values.shape[:3], self.head_dim // 16, 2, 8, 2, 4)
-        even, odd = lanes[..., 0, :], lanes[..., 1, :]
-        both = torch.stack(
-            ((even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)), dim=-1
-        )  # page, head, tile, b, g, jj, i, h
-        v_codes = both.permute(0, 1, 2, 4, 7, 6, 3, 5).reshape(*values.shape[:3], TILE, self.head_dim // 2)
-        scales = [s.index_select(0, where).transpose(-1, -2) for s in (self.k_scales, self.v_scales)]
-        plain = [
-            x.permute(0, 2, 3, 1, 4).reshape(rows, self.n_kv, -1) for x in (k_codes, scales[0], v_codes, scales[1])
+        shape = (len(pages) * self.page_size, self.n_kv, -1)
+        # A key's lane holds its codes, eight a word, in order: page, head, tile, lane, byte.
+        k_codes = keys.transpose(-1, -2).contiguous().view(torch.uint8).permute(0, 2, 3, 1, 4)
+        # Byte i of word 2b + g, lane j: element 16b + j of keys 8g + i (low nibble) and 8g + 4 + i (high nibble).
+        lanes = values.view(*values.shape[:3], self.head_dim // 16, 2, 8, 2)
+        even, odd = lanes[..., 0], lanes[..., 1]
+        low, high = 0x0F0F0F0F, -0x0F0F0F10  # nibbles of the four bytes of a word
+        both = torch.stack(((even & low) | ((odd & low) << 4), ((even >> 4) & low) | (odd & high)))
+        v_codes = (
+            both.view(torch.uint8).view(*both.shape, 4).permute(1, 3, 5, 0, 7, 2, 4, 6)
+        )  # page, tile, g, h, i, head, b, jj
+        scales = [
+            s.index_select(0, where).transpose(-1, -2).permute(0, 2, 3, 1, 4) for s in (self.k_scales, self.v_scales)
         ]
+        plain = [x.reshape(shape) for x in (k_codes, scales[0], v_codes, scales[1])]
         return (plain[0], plain[1]), (plain[2], plain[3])
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:

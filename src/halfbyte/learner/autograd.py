@@ -40,7 +40,7 @@ class AutogradExecution:
         tables: rotary cos and sin, [P, head_dim / 2] float32 with P > the largest position.
         activation_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
         guidance: what to round towards; None for the learner's own rounding everywhere.
-        method: how guidance is used.
+        method: how guidance is used; None: it is only shown to the observer.
         observer: is shown every guided activation before it is rounded.
         bf16_products: multiply in BF16 (FP32 sums, BF16 results), as hardware does; the router and the logits stay FP32.
 
@@ -58,7 +58,7 @@ class AutogradExecution:
         *,
         activation_checkpointing: bool = False,
         guidance: BatchGuidance | None = None,
-        method: RoundingMethod = TRACE,
+        method: RoundingMethod | None = TRACE,
         observer: Observer | None = None,
         bf16_products: bool = False,
     ) -> None:
@@ -229,6 +229,8 @@ class AutogradExecution:
             return fake_quantise(self.kernels, x, spec, name)
         if self.observer is not None:
             self.observer.see(x, guide)
+        if self.method is None:
+            return fake_quantise(self.kernels, x, spec, name)
         return guided_round(x, guide.payload, spec, self.method, kernels=self.kernels, guided=guide.guided, name=name)
 
     def _cached(self, x: Tensor, name: str, guide: Guide | None) -> Tensor:

@@ -213,8 +213,8 @@ class Learner:
         if observer is not None:
             metrics |= observer.metrics()
             metrics["align/unguided"] = unguided / tokens
-            rows = [0 if t.guidance is None else t.guidance.rows.shape[1] for t in plan.samples]
-            metrics["align/bytes_per_token"] = sum(rows) / len(rows)
+            sizes = [0 if t.guidance is None else t.guidance.bytes_per_token for t in plan.samples]
+            metrics["align/bytes_per_token"] = sum(sizes) / len(sizes)
             self.comparisons = observer.found
         metrics["optim/grad_norm"] = float(np.mean(norms))
         metrics["optim/lr"] = self.config.lr * factor

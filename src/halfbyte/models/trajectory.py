@@ -78,14 +78,26 @@ class GuidanceRows:
     """What the rollout rounded the tokens to, for a learner that follows it (``halfbyte.guidance`` reads it).
 
     Arguments:
-        rows: [n, bytes] uint8, a row for each of the first n tokens; at most all but the last, which is never computed.
+        rows: [n, bytes] uint8, what was recorded, for each of the first n tokens; at most all but the last, which is never
+            computed.
+        kv: [n, bytes] uint8, what their KV pages held.
         layout: JSON text that says how a row is cut, with the specs that its codes were made by.
         version: weight version that the rows were recorded under.
     """
 
     rows: npt.NDArray[np.uint8]
+    kv: npt.NDArray[np.uint8]
     layout: str
     version: int = 0
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.rows)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token over all sites."""
+        return int(self.rows.shape[1] + self.kv.shape[1])
 
 
 @dataclass
@@ -160,7 +172,9 @@ class Trajectory:
             raise DataError("a log-prob is not finite", where=where, expected="finite log-probs from the engine")
         if self.routes is not None and len(self.routes) != len(ids) - 1:
             raise DataError(f"routes cover {len(self.routes)} tokens", where=where, expected=f"{len(ids) - 1}")
-        if self.guidance is not None and len(self.guidance.rows) >= len(ids):
+        if self.guidance is not None and not len(self.guidance) == len(self.guidance.kv) < len(ids):
             raise DataError(
-                f"guidance covers {len(self.guidance.rows)} tokens", where=where, expected=f"at most {len(ids) - 1}"
+                f"guidance covers {len(self.guidance)} and {len(self.guidance.kv)} tokens",
+                where=where,
+                expected=f"both alike and at most {len(ids) - 1}",
             )

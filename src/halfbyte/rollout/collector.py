@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from halfbyte.guidance.cache import Shelf, split_rows
+from halfbyte.guidance.cache import Shelf
 from halfbyte.models.precision import Precision
 from halfbyte.models.trajectory import GuidanceRows, Trajectory
 from halfbyte.rollout.pages import PagePool
@@ -32,27 +33,37 @@ class Collector:
         Arguments:
             version: the weight version that their pages were computed under.
         """
-        arena = self.pool.guidance
-        if arena is None or not samples:
-            return [self._trajectory(sample, None) for sample in samples]
-        rows = self.shelf.keep(arena.take([page for sample in samples for page in sample.pages], self.pool.layers))
+        if not samples:
+            return []
+        size = self.pool.page_size
         held = [min(sample.computed, len(sample.tokens) - 1) for sample in samples]
-        parts = split_rows(rows, [len(sample.pages) for sample in samples], held, self.pool.page_size)
-        return [
-            self._trajectory(sample, GuidanceRows(part, arena.text, version)) for sample, part in zip(samples, parts)
+        counts = [len(sample.pages) for sample in samples]
+        pages = [page for sample in samples for page in sample.pages]
+        first = np.cumsum([0, *counts[:-1]]) * size  # of each sample, among the slots of all pages
+        slots = (np.array(pages, dtype=np.int64)[:, None] * size + np.arange(size)).reshape(-1)
+        chosen = slots[np.concatenate([np.arange(n) + a for n, a in zip(held, first)])]
+        ends = np.cumsum(held)[:-1]
+        routes = np.split(self.pool.routes[chosen], ends) if self.pool.moe_layers else [None] * len(samples)
+        arena = self.pool.guidance
+        if arena is None:
+            return [self._trajectory(*each, None) for each in zip(samples, routes)]
+        rows = np.split(self.shelf.keep(arena.take(chosen)), ends)
+        kv = self.shelf.keep(arena.take_kv(pages, self.pool.layers, self.pool.kernels))
+        guidance = [
+            GuidanceRows(own, kv[a : a + n], arena.text, version) for own, n, a in zip(rows, held, first.tolist())
         ]
+        return [self._trajectory(*each) for each in zip(samples, routes, guidance)]
 
-    def _trajectory(self, sample: Sample, guidance: GuidanceRows | None) -> Trajectory:
+    def _trajectory(
+        self, sample: Sample, recorded: npt.NDArray[np.int16] | None, guidance: GuidanceRows | None
+    ) -> Trajectory:
         start = sample.prompt_length
         response = np.array(sample.tokens[start:], dtype=np.int32)
         assert sample.finish is not None
         routes = None
-        if self.pool.moe_layers:
-            size = self.pool.page_size
-            routes = np.full((len(sample.tokens) - 1, *self.pool.routes.shape[1:]), -1, dtype=np.int16)
-            held = min(sample.computed, len(routes))
-            slots = [sample.pages[p // size] * size + p % size for p in range(held)]
-            routes[:held] = self.pool.routes[slots]
+        if recorded is not None:
+            routes = np.full((len(sample.tokens) - 1, *recorded.shape[1:]), -1, dtype=np.int16)
+            routes[: len(recorded)] = recorded
         return Trajectory(
             prompt_ids=np.array(sample.request.prompt_ids, dtype=np.int32),
             response_ids=response,

@@ -168,17 +168,12 @@ class PackedExecution:
         record = self.record
         if record is None or weight.kind != "w4a4" or len(x) == 0:
             return self.kernels.experts(x, ids, gates, weight)
-        if record.bits(layer, "expert_mid") is None:
-            if record.bits(layer, "expert_in") is not None:
-                assert weight.activation_spec is not None
-                self._note(
-                    self.kernels.quantise(x, weight.activation_spec, name=weight.name), layer, "expert_in", which
-                )
+        wanted = [site for site in ("expert_in", "expert_mid") if record.bits(layer, site) is not None]
+        if not wanted:
             return self.kernels.experts(x, ids, gates, weight)
         done = self.kernels.experts_recorded(x, ids, gates, weight)
-        if record.bits(layer, "expert_in") is not None:
-            self._note(done.inputs, layer, "expert_in", which)
-        self._note(done.middle, layer, "expert_mid", which)
+        for site in wanted:
+            self._note(done.inputs if site == "expert_in" else done.middle, layer, site, which)
         return done.output
 
     def _recorded_place(self, name: str) -> tuple[int, str, PayloadBits] | None:
