@@ -70,36 +70,62 @@ HALFBYTE_INLINE void store_query(float* out, const I16& n) {
     std::memcpy(out + 3, &bias, sizeof bias);
 }
 
-// Scores of R rows and a tile; the words of a block for consecutive rows lie together, those of the next block `step` floats on.
-template <int R>
-HALFBYTE_INLINE void fp4_scores(const float* q, int64_t step, int64_t blocks, const void* k, const uint8_t* scales,
-                                const void* next, const float* factor, float* scores) {
+// Scores of R rows and T tiles; the words of a block for consecutive rows lie together, those of the next block `step` floats on. A
+// word of a query, once loaded, serves all tiles; with several tiles rows go two by two, so that everything stays in registers.
+template <int R, int T>
+HALFBYTE_INLINE void fp4_scores(const float* q, int64_t step, int64_t blocks, const void* const* k, const uint8_t* const* scales,
+                                const void* const* next, const float* factor, float* scores) {
     const __m512i table = grid_bytes(12);  // the first factor is unsigned; the bias word takes it out again
-    F16 sum[R] = {};
+    constexpr int kPair = T == 1 ? R : R == 1 ? 1 : 2;
+    F16 sum[R][T] = {};
     for (int64_t b = 0; b < blocks; ++b) {
-        __m512i key[4];
-        decode_words(static_cast<const char*>(k) + 128 * b, table, key[0], key[1]);
-        decode_words(static_cast<const char*>(k) + 128 * b + 64, table, key[2], key[3]);
-        fetch(next, 128 * b);
-        fetch(next, 128 * b + 64);
-        const F16 scale = small_scales(scales + b * kTile);
-        __m512i high[R], low[R];
+        __m512i key[T][4];
+        F16 scale[T];
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) {
+            decode_words(static_cast<const char*>(k[t]) + 128 * b, table, key[t][0], key[t][1]);
+            decode_words(static_cast<const char*>(k[t]) + 128 * b + 64, table, key[t][2], key[t][3]);
+            fetch(next[t], 128 * b);
+            fetch(next[t], 128 * b + 64);
+            scale[t] = small_scales(scales[t] + b * kTile);
+        }
         const float* n = q + b * step;
-        for (int r = 0; r < R; ++r) high[r] = _mm512_setzero_si512(), low[r] = word_at(n + r * kQueryWords, 3);
-        for (int i = 0; i < 4; ++i)
-            for (int r = 0; r < R; ++r) {
-                high[r] = add_products(high[r], key[i], word_at(n + r * kQueryWords, 4 * i + 2));
-                low[r] = add_products(low[r], key[i], word_at(n + r * kQueryWords, 4 * i));
-            }
-        for (int r = 0; r < R; ++r) high[r] = _mm512_slli_epi32(high[r], 8);
-        for (int i = 0; i < 4; ++i)
-            for (int r = 0; r < R; ++r) high[r] = add_products(high[r], key[i], word_at(n + r * kQueryWords, 4 * i + 1));
-        for (int r = 0; r < R; ++r) {
-            const __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
-            sum[r] = sum[r] + bits<F16>(_mm512_cvtepi32_ps(dot)) * scale;
+#pragma GCC unroll 4
+        for (int first = 0; first < R; first += kPair) {
+            const int rows = R - first < kPair ? R - first : kPair;
+            __m512i high[kPair][T], low[kPair][T];
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; ++r)
+                for (int t = 0; t < T; ++t) high[r][t] = _mm512_setzero_si512(), low[r][t] = word_at(n + (first + r) * kQueryWords, 3);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; ++r) {
+                    const __m512i top = word_at(n + (first + r) * kQueryWords, 4 * i + 2);
+                    const __m512i bottom = word_at(n + (first + r) * kQueryWords, 4 * i);
+                    for (int t = 0; t < T; ++t) high[r][t] = add_products(high[r][t], key[t][i], top);
+                    for (int t = 0; t < T; ++t) low[r][t] = add_products(low[r][t], key[t][i], bottom);
+                }
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; ++r)
+                for (int t = 0; t < T; ++t) high[r][t] = _mm512_slli_epi32(high[r][t], 8);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; ++r) {
+                    const __m512i middle = word_at(n + (first + r) * kQueryWords, 4 * i + 1);
+                    for (int t = 0; t < T; ++t) high[r][t] = add_products(high[r][t], key[t][i], middle);
+                }
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; ++r)
+                for (int t = 0; t < T; ++t) {
+                    const __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(high[r][t], 8), low[r][t]);
+                    sum[first + r][t] = sum[first + r][t] + bits<F16>(_mm512_cvtepi32_ps(dot)) * scale[t];
+                }
         }
     }
-    for (int r = 0; r < R; ++r) store(scores + r * kStripKeys, sum[r] * factor[r]);
+    for (int r = 0; r < R; ++r)
+        for (int t = 0; t < T; ++t) store(scores + r * kStripKeys + t * kTile, sum[r][t] * factor[r]);
 }
 
 // The weights of 16 keys as bytes: word 4 i + byte holds keys 4 i .. 4 i + 3.
@@ -139,15 +165,16 @@ HALFBYTE_INLINE void fp4_values(const Strip& strip, int64_t blocks, int64_t b, c
 #else
 constexpr int64_t kQueryWords = 32, kWeightWords = 32;
 
-template <int R>
-HALFBYTE_INLINE void fp4_scores(const float* q, int64_t step, int64_t blocks, const void* k, const uint8_t* scales,
-                                const void* next, const float* factor, float* scores) {
-    const uint32_t* words = static_cast<const uint32_t*>(k);
+template <int R, int T>
+HALFBYTE_INLINE void fp4_scores(const float* q, int64_t step, int64_t blocks, const void* const* k, const uint8_t* const* scales,
+                                const void* const* next, const float* factor, float* scores) {
+    static_assert(T == 1);
+    const uint32_t* words = static_cast<const uint32_t*>(k[0]);
     F16 sum[R] = {};
     for (int64_t b = 0; b < blocks; ++b) {
         F16 high[R] = {}, low[R] = {};
-        fetch(next, 128 * b);
-        fetch(next, 128 * b + 64);
+        fetch(next[0], 128 * b);
+        fetch(next[0], 128 * b + 64);
         for (int64_t half = 0; half < 2; ++half) {
             U16 word = load<U16>(words + (2 * b + half) * kTile);
             for (int n = 0; n < 8; ++n, word = word >> 4) {
@@ -159,7 +186,7 @@ HALFBYTE_INLINE void fp4_scores(const float* q, int64_t step, int64_t blocks, co
                 }
             }
         }
-        const F16 scale = small_scales(scales + b * kTile);
+        const F16 scale = small_scales(scales[0] + b * kTile);
         for (int r = 0; r < R; ++r) sum[r] = sum[r] + multiply_add(high[r], splat(256.0f), low[r]) * scale;
     }
     for (int r = 0; r < R; ++r) store(scores + r * kStripKeys, sum[r] * factor[r]);

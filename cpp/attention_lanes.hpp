@@ -37,10 +37,18 @@ struct Attention {
         if constexpr (kFp4) {
             const float *q = s.q + step.head * s.rows * s.blocks * kQueryWords + step.row * kQueryWords, *factor = s.factor + row;
             const int64_t words = s.rows * kQueryWords, blocks = s.blocks;
-            for (int64_t t = 0; t < strip.count; ++t) {
+            const auto tiles = [&](auto n, int64_t t) {
+                fp4_scores<R, decltype(n)::value>(q, words, blocks, strip.k + t, strip.k_scales + t, strip.next_k + t, factor,
+                                                  p + t * kTile);
+            };
+            for (int64_t t = 0; t < strip.count; ++t)
                 for (int64_t i = 0; i < d; i += 64) fetch(strip.next_k_scales[t], i), fetch(strip.next_v_scales[t], i);
-                fp4_scores<R>(q, words, blocks, strip.k[t], strip.k_scales[t], strip.next_k[t], factor, p + t * kTile);
-            }
+            int64_t t = 0;
+#if defined(__AVX512F__)
+            if constexpr (R != 3)
+                for (; t + 2 <= strip.count; t += 2) tiles(std::integral_constant<int, 2>{}, t);
+#endif
+            for (; t < strip.count; ++t) tiles(std::integral_constant<int, 1>{}, t);
         } else {
 #if defined(__AVX512F__)
             constexpr int kTogether = R <= 2 ? 4 : 2;

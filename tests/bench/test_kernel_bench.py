@@ -48,7 +48,7 @@ def tiny_plan(found: list[Library] | None = None, repeats: int = 2) -> bench.Pla
         products=Products(((48, 64), (16, 32)), (1, 3), budget=20_000),
         twins=Products(((48, 64),), (2,), budget=0),
         routed=Routed(4, 2, 64, 32, (1, 5), budget=30_000),
-        contexts=Contexts((64,), 2, 4, 2, 32, budget=0),
+        contexts=[Contexts((64,), 2, 4, 2, 32, budget=0)],
         conversions=Conversions(((4, 64, 0), (8, 128, 5000)), found or [], threads=2),
         repeats=repeats,
         minimum=0.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 
 from halfbyte.bench.attention import Contexts, attention_cases
@@ -28,7 +29,7 @@ class Plan:
     products: Products
     twins: Products
     routed: Routed
-    contexts: Contexts
+    contexts: Sequence[Contexts]
     conversions: Conversions
     repeats: int
     minimum: float = 0.004
@@ -44,7 +45,11 @@ def full_plan(libraries: Sequence[Library], repeats: int = 15) -> Plan:
         Products(shapes, tokens, budget),
         Products(shapes[1:], (1, 8, 64), budget),
         Routed(64, 8, 2048, 768, tokens, budget),
-        Contexts((4096, 8192, 16384, 32768), 8, 16, 4, 128, budget),
+        [
+            Contexts((4096, 8192, 16384, 32768), 8, 16, 8, 128, budget),  # Qwen3-0.6B, Qwen3-1.7B
+            Contexts((4096, 32768), 8, 32, 8, 128, budget),  # Llama-3.1-8B, Qwen3-8B
+            Contexts((4096, 32768), 8, 32, 4, 128, budget),  # Qwen3-30B-A3B
+        ],
         Conversions(((256, 2048, 0), (4096, 4096, budget)), libraries, kernel_threads()),
         repeats,
     )
@@ -57,7 +62,7 @@ def quick_plan(libraries: Sequence[Library], repeats: int = 5) -> Plan:
         Products(((4096, 4096), (768, 2048)), tokens, budget),
         Products(((768, 2048),), tokens, budget),
         Routed(16, 8, 1024, 384, tokens, budget),
-        Contexts((4096,), 8, 16, 4, 128, budget),
+        [Contexts((4096,), 8, 16, 8, 128, budget)],
         Conversions(((256, 2048, 0),), libraries, kernel_threads()),
         repeats,
         limit=1.0,
@@ -70,7 +75,7 @@ GROUPS: Mapping[str, Callable[[Kernels, Plan], Iterator[Case]]] = MappingProxyTy
         "w4a16": lambda kernels, plan: linear_cases(kernels, "w4a16", plan.products),
         "bf16": lambda kernels, plan: linear_cases(kernels, "bf16", plan.twins),
         "experts": lambda kernels, plan: expert_cases(kernels, plan.routed),
-        "attention": lambda kernels, plan: attention_cases(kernels, plan.contexts),
+        "attention": lambda kernels, plan: chain.from_iterable(attention_cases(kernels, c) for c in plan.contexts),
         "quantise": lambda kernels, plan: quantise_cases(kernels, plan.conversions),
         "dequantise": lambda kernels, plan: dequantise_cases(kernels, plan.conversions),
         "guidance": lambda kernels, plan: guidance_cases(kernels, plan.conversions, plan.routed),
