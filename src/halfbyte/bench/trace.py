@@ -123,7 +123,7 @@ def random_trial(precision: str, *, layers: int, prompts: int, samples: int, tok
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     ids = [tuple(row) for row in torch.randint(1, 1024, (prompts, 16), generator=generator).tolist()]
-    return _sampled(f"random-moe-{layers}", arch, RandomTensors(arch), precision, ids, samples, tokens)
+    return _sampled(f"random-moe-{layers}", arch, dict(RandomTensors(arch)), precision, ids, samples, tokens)
 
 
 def _sampled(
@@ -158,9 +158,9 @@ def short_runs(trial: Trial) -> list[Run]:
     main = (_IN if experts else _LINEAR) + _KV
     sets = [main, everything]
     if experts:
-        sets = [_IN, _KV, main, main + _MID, everything]
+        sets = [_IN, _KV, main, _IN + _MID + _KV, everything]
     runs = _baselines(everything)
-    runs += [Run("trace", TRACE, sites) for sites in dict.fromkeys(tuple(sorted(s)) for s in sets)]
+    runs += [Run("trace", TRACE, sites) for sites in dict.fromkeys(sets)]
     runs += [Run("trace", TRACE, main, bits) for bits in (2, 1)]
     runs += [Run("trace", TRACE, main, 1, layers) for layers in ("deep:0.5", "first:0.5", "deep:0.25")]
     runs += [Run("trace", TRACE, everything, 4, layers) for layers in ("deep:0.5", "first:0.5")]
@@ -211,8 +211,12 @@ def compare(trial: Trial, runs: Sequence[Run], products: str, *, repeats: int = 
     """
     _refuses_another_spec(trial)
     base: TraceRow | None = None
+    learners: dict[tuple[str, bool], Learner] = {}  # at rate 0 a step leaves no trace
     for run in runs:
-        row = _row(trial, run, products, repeats)
+        key = run.learner, run.replay
+        if key not in learners:
+            learners[key] = _learner(trial, run, products, None)
+        row = _row(trial, run, learners[key], repeats)
         base = base or row
         yield replace(
             row,
@@ -221,16 +225,15 @@ def compare(trial: Trial, runs: Sequence[Run], products: str, *, repeats: int = 
         )
 
 
-def _row(trial: Trial, run: Run, products: str, repeats: int) -> TraceRow:
+def _row(trial: Trial, run: Run, learner: Learner, repeats: int) -> TraceRow:
     plan = make_plan(trial.arch, trial.precision, sites=run.sites, layers=run.layers, bits=run.bits)
     trajectories = list(trial.trajectories)
     if run.shuffled:
         trajectories = _shuffled(trajectories)
     seconds = []
     metrics: dict[str, float] = {}
+    learner.alignment = None if run.learner else Alignment(run.method, plan, measured_tokens=128)
     for _ in range(repeats):
-        alignment = None if run.learner else Alignment(run.method, plan, measured_tokens=128)
-        learner = _learner(trial, run, products, alignment)
         start = time.process_time()
         metrics = learner.step(trajectories, 0).metrics
         seconds.append(time.process_time() - start)
@@ -238,7 +241,7 @@ def _row(trial: Trial, run: Run, products: str, repeats: int) -> TraceRow:
     return TraceRow(
         trial.model,
         trial.precision.name,
-        products,
+        learner.config.products,
         run.label,
         run.bits if guided else 0,
         "+".join(run.sites) if guided else "",
