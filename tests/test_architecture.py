@@ -29,6 +29,7 @@ FLOORS = {
     "rollout": 5,
     "envs": 6,
     "serve": 7,
+    "diagnosis": 7,
     "train": 7,
     "bench": 8,
     "report": 8,

@@ -35,6 +35,7 @@ def batch(tokens):
         advantages=torch.tensor(advantages, dtype=torch.float32),
         mask=torch.tensor(mask, dtype=torch.bool),
         sequence_index=torch.tensor(index, dtype=torch.int64),
+        rollout_logp=torch.tensor([-0.05 - abs(g) for g in gap], dtype=torch.float32),
     )
 
 
@@ -111,7 +112,9 @@ def test_without_gap_loss_and_gradient_are_bitwise_those_of_the_baseline(name):
     logp = torch.randn(64, requires_grad=True)
     mask, index, advantages = torch.rand(64) > 0.3, torch.arange(64) // 9, torch.randn(64)
     result = make_correction(name)(
-        CorrectionInput(gap=torch.zeros(64), advantages=advantages, mask=mask, sequence_index=index)
+        CorrectionInput(
+            gap=torch.zeros(64), advantages=advantages, mask=mask, sequence_index=index, rollout_logp=-torch.rand(64)
+        )
     )
     assert (result.weights[mask] == 1.0).all()
     fields = {"logp": logp, "advantages": advantages, "mask": mask, "sequence_index": index, "scale": torch.rand(64)}

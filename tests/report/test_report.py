@@ -20,7 +20,7 @@ from halfbyte.report.page import flatten, render, visible
 from halfbyte.report.records import Record, read_record, read_samples
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
-LEAF_SVG = {"path", "circle"}
+LEAF_SVG = {"path", "circle", "rect"}
 
 
 class Page(HTMLParser):
@@ -67,7 +67,9 @@ def full_row(step: int) -> dict[str, Any]:
     keys = "accuracy/train gap/mean_abs gap/p99_abs gap/max_abs gap/k3_kl gap/ess entropy/mean length/mean length/max "
     keys += "time/rollout time/reward time/learner time/publish optim/lr optim/grad_norm loss/policy ratio/clipped_low "
     keys += "ratio/clipped_high ratio/clipped_dual tokens/rollout align/code_mismatch align/code_mismatch_guided "
-    keys += "align/scale_mismatch align/unguided align/code_mismatch/0/k align/code_mismatch/1/k"
+    keys += "align/scale_mismatch align/unguided align/code_mismatch/0/k align/code_mismatch/1/k "
+    keys += "segment/over_threshold quadrant/mass_neg_neg quadrant/mass_pos_pos "
+    keys += "quadrant/mass_neg_pos quadrant/mass_pos_neg"
     return train_row(step, **{key: 0.1 * (i + 1) for i, key in enumerate(keys.split())})
 
 
@@ -111,13 +113,15 @@ def test_a_finished_run_shows_every_panel_and_its_result(tmp_path: Path) -> None
     }
     folder = write_run(tmp_path / "demo", rows, summary=summary, config={"train": {"steps": 30, "seed": 7}})
     write_samples(folder, 0, [{"prompt_text": "1+1=", "response_text": "3", "reward": 0.0, "correct": False}])
-    write_samples(folder, 29, [{"prompt_text": "1+1=", "response_text": "2", "reward": 1.0, "correct": True}])
+    tokens = {"logprobs": [-0.1, -2.0], "learner_logprobs": [-0.2, -1.9], "mask": [1, 1], "advantage": -1.0}
+    right = {"prompt_text": "1+1=", "response_text": "2", "reward": 1.0, "correct": True}
+    write_samples(folder, 29, [right | tokens])
     got = page(folder)
     assert "finished after 30 steps" in got.text
     assert "+45.0" in got.text
     assert "0.350 to 0.450, n = 512" in got.text
     assert "0.800 to 0.900, n = 512" in got.text
-    assert sum(tag == "svg" for tag, _ in got.tags) == 16
+    assert sum(tag == "svg" for tag, _ in got.tags) == 21  # one panel has two charts
     assert "Not recorded" not in got.text
     assert got.pre == ["1+1=", "3", "1+1=", "2"]
     assert "train.seed" in got.text
@@ -237,7 +241,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     write_run(folder, [eval_row(0, 0.4)])
     got = page(folder)
     assert "accuracy before" in got.text
-    assert "gain" not in got.text
+    assert not re.search(r"\bgain\b", got.text)
     assert sum(tag == "svg" for tag, _ in got.tags) == 1
 
 

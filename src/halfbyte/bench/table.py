@@ -15,14 +15,17 @@ from halfbyte.bench.case import KernelRow
 from halfbyte.bench.memory import MemoryRow
 from halfbyte.bench.rollout import RolloutRow
 from halfbyte.bench.trace import TraceRow
+from halfbyte.bench.triage import SelectionRow, SpeedRow
 
 __all__ = [
     "heading",
     "kernel_table",
     "memory_table",
     "rollout_table",
+    "selection_table",
     "show",
     "size_table",
+    "speed_table",
     "trace_table",
     "write_json",
 ]
@@ -144,6 +147,37 @@ def size_table(rows: Sequence[Mapping[str, str | float]]) -> Table:
             f"{row['with_global_scales']:,.0f}",
             f"{row['gib_per_million_tokens']:.1f}",
         )
+    return table
+
+
+def selection_table(rows: Sequence[SelectionRow], title: str) -> Table:
+    """One line a scenario, one column a method: F1 (precision, recall), or batches touched where nothing is damaged."""
+    methods = list(dict.fromkeys(row.method for row in rows))
+    table = Table("scenario", title=title, title_justify="left")
+    for name in methods:
+        table.add_column(name, justify="right")
+    cells = {(row.scenario, row.method): _scores(row) for row in rows}
+    for scenario in dict.fromkeys(row.scenario for row in rows):
+        table.add_row(scenario, *(cells[scenario, name] for name in methods))
+    return table
+
+
+def _scores(row: SelectionRow) -> str:
+    if row.f1 is None:
+        return f"{row.touched} of {row.batches}, {row.selected:.0f} tokens"
+    if row.mode == "rank":  # as many selected as damaged: precision and recall are F1
+        return f"{row.f1:.2f}"
+    return f"{row.f1:.2f} ({0.0 if row.precision is None else row.precision:.2f}, {row.recall:.2f})"
+
+
+def speed_table(rows: Sequence[SpeedRow]) -> Table:
+    """One line a segmenter."""
+    table = Table("segmenter", title="CPU seconds on one thread", title_justify="left")
+    for name in ("tokens", "segments", "correction", "quadrants", "sum"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        parts = row.segment, row.correct, row.quadrants
+        table.add_row(row.method, f"{row.tokens:,}", *(f"{part:.3f}" for part in (*parts, sum(parts))))
     return table
 
 

@@ -1,4 +1,4 @@
-"""``halfbyte bench``: our kernels and decoding beside baselines, and what guidance leaves of the gap, measured here."""
+"""``halfbyte bench``: kernels and decoding beside baselines, what guidance leaves of the gap, what finds planted damage."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ __all__ = ["make_bench"]
 
 
 def make_bench() -> App:
-    """The three commands."""
-    help_text = "Measure kernels, decoding and the alignment of rollout and learner beside their baselines."
+    """The commands."""
+    help_text = "Measure kernels, decoding, alignment and diagnosis beside their baselines."
     app = App(name="bench", help=help_text, help_format="plaintext")
-    app.command(kernels)
-    app.command(rollout)
-    app.command(trace)
+    for command in (kernels, rollout, trace, triage, injection):
+        app.command(command)
     return app
 
 
@@ -161,6 +160,76 @@ def trace(
         table.show([table.heading(facts), table.trace_table(rows), table.size_table(sizes)])
     if json is not None:
         table.write_json(json, facts, [row.to_json() for row in rows], sizes=sizes)
+    return 0
+
+
+def triage(
+    *,
+    batches: Annotated[int, Parameter(help="Batches of each scenario.")] = 20,
+    budget: Annotated[float, Parameter(help="Largest share of the tokens that TRIAGE may select.")] = 1.0,
+    json: Annotated[Path | None, Parameter(help="Also write the rows to this file.")] = None,
+) -> int:
+    """Plant clusters of damaged tokens and compare what finds them: segmenters, gates, tokens, sequences, sizes."""
+    thread_policy.apply(None)
+
+    from halfbyte.bench import table
+    from halfbyte.bench import triage as bench
+    from halfbyte.bench.machine import machine
+    from halfbyte.bench.planted import SCENARIOS
+
+    _positive(batches, "--batches")
+    facts, timed = machine(), list(bench.speed())
+    rows: list[bench.SelectionRow] = []
+    try:
+        for scenario in SCENARIOS:
+            rows += bench.detect(scenario, batches, q_max=budget)
+            rows += bench.rank(scenario, batches)
+            _progress(scenario.name)
+    finally:
+        groups = {
+            "TRIAGE's own selection: F1 (precision, recall); without damage, batches touched": ("detect", "default"),
+            "the same without the direction test": ("detect", "without direction test"),
+            "as many tokens as are damaged, highest score first: F1": ("rank", ""),
+        }
+        parts = [
+            table.selection_table([row for row in rows if (row.mode, row.gates) == key], title)
+            for title, key in groups.items()
+        ]
+        table.show([*parts, table.speed_table(timed)])
+    if json is not None:
+        table.write_json(json, facts, [row.to_json() for row in rows], speed=[row.to_json() for row in timed])
+    return 0
+
+
+def injection(
+    *,
+    out: Annotated[Path, Parameter(help="JSON lines, one a finished run; called again, only missing runs are done.")],
+    quadrants: Annotated[
+        str, Parameter(help="Signs of advantage and gap, with commas.")
+    ] = "neg_neg,pos_neg,pos_pos,neg_pos",
+    corrections: Annotated[str, Parameter(help="Corrections, with commas.")] = "none,token_tis,opsm,triage",
+    seeds: Annotated[int, Parameter(help="Seeds 0, 1, ... of each kind of run.")] = 3,
+    steps: Annotated[int | None, Parameter(help="Training steps of a run; 60 by default.")] = None,
+    scale: Annotated[float | None, Parameter(help="Mean size of the injected gap, nats; 1.5 by default.")] = None,
+    share: Annotated[float | None, Parameter(help="Share of the blocks of 4 tokens that are damaged; 0.7.")] = None,
+    tail: Annotated[str | None, Parameter(help="constant, exponential (the default) or heavy.")] = None,
+    threads: Annotated[int | None, Parameter(help="Threads; all usable cores by default.")] = None,
+) -> int:
+    """Put a gap into one quadrant of an exact run: which mismatch harms learning, and what corrections recover."""
+    thread_policy.apply(threads)
+
+    from halfbyte.bench import injection as bench
+    from halfbyte.bench import table
+    from halfbyte.bench.injection_table import injection_tables
+
+    chosen = {"steps": steps, "scale": scale, "share": share, "tail": tail}
+    study = bench.Study(**{key: value for key, value in chosen.items() if value is not None})  # type: ignore[arg-type]
+    names = [[name.strip() for name in text.split(",") if name.strip()] for text in (quadrants, corrections)]
+    cells = bench.plan(names[0], names[1], range(_positive(seeds, "--seeds")))
+    try:
+        bench.run(study, cells, out, _progress)
+    finally:
+        table.show(injection_tables(bench.read(out, study)))
     return 0
 
 

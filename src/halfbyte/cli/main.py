@@ -14,6 +14,7 @@ from cyclopts import App, CycloptsError
 from halfbyte import __version__
 from halfbyte.cli import threads
 from halfbyte.cli.bench import make_bench
+from halfbyte.cli.diagnose import diagnose
 from halfbyte.cli.doctor import doctor
 from halfbyte.cli.generate import generate
 from halfbyte.cli.report import report
@@ -32,7 +33,7 @@ def make_app() -> App:
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
     )
-    for command in (train, generate, report, doctor):
+    for command in (train, generate, report, diagnose, doctor):
         app.command(command)
     app.command(make_bench())
     return app

@@ -40,7 +40,8 @@ class EnvConfig(Section):
     """Tasks and rewards.
 
     Arguments:
-        name: ``arithmetic:<task>``, ``reasoning_gym:<dataset>``, ``jsonl:<path>`` or ``python:<module>:<function>``.
+        name: ``arithmetic:<task>``, ``agent:<task>``, ``reasoning_gym:<dataset>``, ``jsonl:<path>`` or
+            ``python:<module>:<function>``.
         options: passed to that environment, which checks them.
         reward: ``module:function`` in place of the environment's own reward.
         max_prompt_tokens: longer prompts are an error.
@@ -163,6 +164,7 @@ class ObjectiveConfig(Section):
         proximal: what the ratio is taken against: the learner at the start of the step, or the rollout.
         kl_coef: factor of the KL to the initial policy; 0 keeps no reference.
         correction, correction_options: a rule of ``halfbyte.objective.corrections`` and its parameters.
+        segmenter, segmenter_options: how responses are cut for the diagnosis (``halfbyte.objective.segments``).
         count_rejected: tokens that a correction rejects stay in the denominators.
         skip_zero_advantage: leave samples without advantage out of the passes (not out of the denominators).
     """
@@ -179,6 +181,8 @@ class ObjectiveConfig(Section):
     entropy_coef: float = 0.0
     correction: Text = "none"
     correction_options: dict[str, Any] = Field(default_factory=dict)
+    segmenter: Text = "change_point"
+    segmenter_options: dict[str, Any] = Field(default_factory=dict)
     count_rejected: bool = True
     skip_zero_advantage: bool = True
 
@@ -205,6 +209,7 @@ class TrainConfig(Section):
         seed: of sampling and of the order of prompts and mini-batches.
         out: run folder.
         checkpoint_every, save_trajectories_every: steps; 0 for never (a checkpoint is written at the end anyway).
+        saved_trajectories: samples of such a step that are saved, from the first on.
         keep_checkpoints: older ones are removed.
         tracker: also send metrics to trackio or wandb.
         threads: torch's threads; None leaves it to the thread policy of the command line.
@@ -217,4 +222,5 @@ class TrainConfig(Section):
     keep_checkpoints: Count = 2
     tracker: Literal["trackio", "wandb"] | None = None
     save_trajectories_every: Natural = 50
+    saved_trajectories: Count = 16
     threads: Count | None = None

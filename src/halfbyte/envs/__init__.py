@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+from halfbyte.envs.agent import AgentEnvironment, AgentEpisode
 from halfbyte.envs.arithmetic import ArithmeticEnvironment
+from halfbyte.envs.calculator import CalculatorEnvironment
 from halfbyte.envs.environment import Environment, Episode, Message, Prompt, Split, Turn, stream
 from halfbyte.envs.guard import GuardedEnvironment, GuardedEpisode
+from halfbyte.envs.guess import GuessEnvironment
 from halfbyte.envs.jsonl import JsonlEnvironment
 from halfbyte.envs.reasoning import ReasoningGymEnvironment
 from halfbyte.envs.registry import ENVIRONMENTS, make_env
@@ -18,11 +21,15 @@ from halfbyte.envs.split import prompt_key, split_of
 
 __all__ = [
     "ENVIRONMENTS",
+    "AgentEnvironment",
+    "AgentEpisode",
     "ArithmeticEnvironment",
+    "CalculatorEnvironment",
     "Environment",
     "Episode",
     "GuardedEnvironment",
     "GuardedEpisode",
+    "GuessEnvironment",
     "JsonlEnvironment",
     "Message",
     "Prompt",

@@ -22,11 +22,12 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from halfbyte.config import Section, close_names, validated
+from halfbyte.envs.drawing import draw_prompt
 from halfbyte.envs.environment import Prompt, Split
 from halfbyte.envs.rewards import RewardFunction, with_reward
 from halfbyte.envs.scoring import Score
 from halfbyte.envs.single_turn import SingleTurnEnvironment
-from halfbyte.envs.split import Draws, prompt_key, split_of
+from halfbyte.envs.split import Draws
 from halfbyte.errors import ConfigError
 
 __all__ = ["ALPHABET", "TASKS", "ArithmeticEnvironment"]
@@ -34,7 +35,6 @@ __all__ = ["ALPHABET", "TASKS", "ArithmeticEnvironment"]
 ALPHABET = "0123456789+-="
 """Every character of every prompt and answer: a vocabulary for tiny policies."""
 
-_ATTEMPTS = 4096
 Count = Annotated[int, Field(ge=1, le=1000)]
 
 
@@ -145,25 +145,11 @@ class ArithmeticEnvironment(SingleTurnEnvironment):
         return None
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        """The ``index``-th prompt: candidates are drawn until one belongs to ``split``.
-
-        Raises:
-            ConfigError: the task has so few prompts that none belongs to ``split``.
-        """
-        if index < 0:
-            raise IndexError(f"prompt index {index}")
-        seed = self.options.eval_seed if split == "eval" else self.options.seed
-        draws = Draws(self.name, seed, split, index)
-        for _ in range(_ATTEMPTS):
-            text, answer = self._task.make(draws, self.options)
-            prompt = Prompt(f"{self.name}/{split}/{seed}/{index}", text=text, answer=answer)
-            if split_of(prompt_key(prompt), self.options.eval_share) == split:
-                return prompt
-        raise ConfigError(
-            f"{self.name} has no {split} prompt among {_ATTEMPTS} drawn",
-            where="env.options",
-            expected="a task with enough different prompts for both splits",
-            fix="raise max_digits, or move eval_share towards 0.5",
+        """See ``Environment.prompt`` and ``draw_prompt``."""
+        options = self.options
+        seed = options.eval_seed if split == "eval" else options.seed
+        return draw_prompt(
+            self.name, seed, split, index, options.eval_share, lambda draws: self._task.make(draws, options)
         )
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from halfbyte.config import close_names
 from halfbyte.envs.arithmetic import ArithmeticEnvironment
+from halfbyte.envs.calculator import CalculatorEnvironment
 from halfbyte.envs.environment import Environment
 from halfbyte.envs.guard import GuardedEnvironment
+from halfbyte.envs.guess import GuessEnvironment
 from halfbyte.envs.jsonl import JsonlEnvironment
 from halfbyte.envs.reasoning import ReasoningGymEnvironment
 from halfbyte.envs.rewards import load_object, load_reward
@@ -23,8 +25,9 @@ def make_env(spec: str, /, *, reward: str | None = None, correct_at: float = 1.0
     """The environment that ``spec`` names.
 
     Arguments:
-        spec: ``arithmetic:<task>``, ``reasoning_gym:<dataset>``, ``jsonl:<path>``, or ``python:<module>:<function>``
-            for one of your own: the function is called with the options and returns an ``Environment``.
+        spec: ``arithmetic:<task>``, ``agent:<task>``, ``reasoning_gym:<dataset>``, ``jsonl:<path>``, or
+            ``python:<module>:<function>`` for one of your own: the function is called with the options and returns an
+            ``Environment``.
         reward: ``module:function`` in place of the environment's own reward, see ``rewards.py``.
         correct_at: with such a reward: a response counts as correct from here on, where nothing else decides.
             reasoning_gym: a score from here on counts as correct.
@@ -54,6 +57,7 @@ def make_env(spec: str, /, *, reward: str | None = None, correct_at: float = 1.0
 ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
     {
         "arithmetic": "arithmetic:<task>",
+        "agent": "agent:<task>",
         "reasoning_gym": "reasoning_gym:<dataset>",
         "jsonl": "jsonl:<path>",
         "python": "python:<module>:<function>",
@@ -61,7 +65,25 @@ ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
 )
 """Kind -> how it is written."""
 
+_AGENTS: Mapping[str, Callable[..., Environment]] = {
+    "guess": GuessEnvironment,
+    "calculator": CalculatorEnvironment,
+}
+
+
+def _agent(task: str, /, **options: Any) -> Environment:
+    if task not in _AGENTS:
+        close = close_names(task, _AGENTS)
+        raise ConfigError(
+            f"unknown agent task {task!r}{f' (did you mean {close[0]}?)' if close else ''}",
+            where="env.name",
+            expected=f"agent:<task> with one of: {', '.join(_AGENTS)}",
+        )
+    return _AGENTS[task](**options)
+
+
 _BUILT_IN: Mapping[str, Callable[..., Environment]] = {
+    "agent": _agent,
     "arithmetic": ArithmeticEnvironment,
     "jsonl": JsonlEnvironment,
 }

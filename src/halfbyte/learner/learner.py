@@ -24,6 +24,7 @@ from halfbyte.guidance.sites import places
 from halfbyte.kernels import Kernels
 from halfbyte.learner.autograd import AutogradExecution
 from halfbyte.learner.batch import LearnerBatch, collate, micro_batches
+from halfbyte.learner.diagnosis import Monitor, Tokens
 from halfbyte.learner.memory import tokens_that_fit
 from halfbyte.learner.optimiser import Optimiser
 from halfbyte.learner.parameters import Parameters
@@ -67,6 +68,9 @@ class Learner:
         rollout_precision: what rollouts must say they ran in; anything else is refused by name of the field.
         total_steps: length of the schedule.
         alignment: how the rollout's guidance is used; None for the learner's own rounding.
+        correction: in place of the one that ``objective_config`` names.
+        delimiters: [V] bool, token ids that end a line or sentence, see ``objective.delimiter_flags``; for the segmenter
+            ``delimiter``.
 
     Attributes:
         comparisons: (layer, site) -> how far the last step's own rounding was from the rollout's.
@@ -88,6 +92,8 @@ class Learner:
         n_positions: int | None = None,
         reference: Mapping[str, Tensor] | None = None,
         alignment: Alignment | None = None,
+        correction: objective.Correction | None = None,
+        delimiters: Tensor | None = None,
     ) -> None:
         self.alignment, self.comparisons = alignment, dict[tuple[int, str], Comparison]()
         self._version, self._places = 0, places(arch, precision)
@@ -109,8 +115,14 @@ class Learner:
             arch, config.activation_memory_mb, checkpointing=config.activation_checkpointing
         )
         self._settings = policy_settings(objective_config)
-        self._correction = objective.make_correction(objective_config.correction, **objective_config.correction_options)
+        self._correction = correction or objective.make_correction(
+            objective_config.correction, **objective_config.correction_options
+        )
         objective.require_compatible(self._settings, self._correction)
+        segmenter = objective.make_segmenter(objective_config.segmenter, **objective_config.segmenter_options)
+        self._monitor = Monitor(segmenter, delimiters)
+        if isinstance(self._correction, objective.Triage):
+            self._monitor.triage = self._correction
         self._reference = None
         if self._settings.kl is not None:
             self._reference = Parameters(arch, reference or tensors, precision, kernels, publish_dtype=dtype)
@@ -178,12 +190,31 @@ class Learner:
         valid = [t for t, ok in zip(trajectories, result.valid.tolist()) if ok]
         plan = _Plan.make(self, trajectories, kept, valid, result.advantages, step, version)
         found, changed = self._optimise(plan, step)
+        # Only now: a step that failed is done again after a resume, and must not count twice in the reference.
+        record = plan.record
+        assert record is not None
+        self._monitor.learn(record)
+        if isinstance(self._correction, objective.StatefulCorrection) and plan.memory is not None:
+            self._correction = self._correction.with_state(plan.memory)
         return StepResult(metrics | found, changed=changed, warnings=notes)
+
+    def memory(self) -> dict[str, dict[str, float]]:
+        """What diagnosis and correction have learnt, as JSON numbers, for a checkpoint."""
+        rule = self._correction
+        learnt = rule.state() if isinstance(rule, objective.StatefulCorrection) else {}
+        return {"monitor": self._monitor.state(), "correction": learnt}
+
+    def remember(self, memory: Mapping[str, Mapping[str, float]]) -> None:
+        """Go on with what :meth:`memory` returned."""
+        self._monitor.restore(memory["monitor"])
+        if isinstance(self._correction, objective.StatefulCorrection):
+            self._correction = self._correction.with_state(memory["correction"])
 
     def _optimise(self, plan: _Plan, step: int) -> tuple[dict[str, float], bool]:
         factor = rate_factor(self.config.schedule, step, warmup=self.config.warmup_steps, total=self.total_steps)
         metrics = dict(plan.metrics)
-        statistics, norms, first = [], [], []
+        statistics, norms = [], []
+        seen = torch.zeros(len(plan.tokens.ids), dtype=torch.float32)
         observer = None if self.alignment is None else self._observer(self.alignment)
         tokens = unguided = 0
         changed = False
@@ -197,19 +228,21 @@ class Learner:
                 for indices in self._indices([plan.samples[i] for i in chunk]):
                     part = [int(chunk[i]) for i in indices]
                     batch = self._collate([plan.samples[i] for i in part])
-                    loss, stats, scored = self._loss(plan, part, batch, observer)
+                    loss, stats, logp = self._loss(plan, part, batch, observer)
                     (loss * share).backward()
                     statistics.append(stats)
                     if epoch == 0:
-                        first.append(scored)
+                        seen[torch.cat([plan.rows[i] for i in part])] = logp
                         wanted = sum(len(plan.samples[i]) - 1 for i in part)
                         tokens += wanted
                         unguided += wanted if batch.guidance is None else batch.guidance.unguided
                 norms.append(self.optimiser.step(self.parameters.take_gradients(), factor))
                 changed |= self.parameters.refresh()
         metrics |= objective.read(objective.merge(statistics))
-        if not any(key.startswith("gap/") for key in metrics):
-            metrics |= _gap(Scored(*(torch.cat(columns) for columns in zip(*first))))
+        if plan.record is None:
+            # A single update: its own forward pass has scored every token at the weights it began with.
+            plan.record = self._monitor.record(plan.tokens, seen, plan.advantages, plan.version)
+        metrics |= self._monitor.look(plan.record, plan.weights)
         if observer is not None:
             metrics |= observer.metrics()
             metrics["align/unguided"] = unguided / tokens
@@ -223,7 +256,7 @@ class Learner:
 
     def _loss(
         self, plan: _Plan, part: list[int], batch: LearnerBatch, observer: Observer | None
-    ) -> tuple[Tensor, objective.Statistics, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, objective.Statistics, Tensor]:
         logp, entropy = self._forward(
             batch, self.parameters, observer, with_entropy_gradient=bool(self._settings.entropy_coefficient)
         )
@@ -242,15 +275,7 @@ class Learner:
         )
         result = objective.policy_loss(tokens, self._settings)
         statistics = result.metrics | {"entropy/mean": objective.mean_of(entropy[batch.mask])}
-        scored = (
-            logp.detach(),
-            batch.rollout_logprobs,
-            batch.mask,
-            plan.sequence[rows],
-            batch.versions,
-            entropy.detach(),
-        )
-        return result.loss, statistics, scored
+        return result.loss, statistics, logp.detach()
 
     def _forward(
         self,
@@ -314,14 +339,12 @@ def policy_settings(config: ObjectiveConfig) -> objective.PolicySettings:
     )
 
 
-def _gap(scored: Scored) -> dict[str, float]:
-    gap = objective.token_gap(scored.logp, scored.rollout_logp, scored.mask, scored.sequence)
-    return objective.gap_metrics(gap, scored.mask, scored.sequence).to_dict()
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Plan:
-    """What is fixed before the first update of a step, flat over the response tokens of the samples trained on."""
+    """What is fixed before the first update of a step, flat over the response tokens of the samples trained on.
+
+    ``record`` is there from the start where the tokens had to be scored before, else after the single update.
+    """
 
     samples: list[Trajectory]
     rows: list[Tensor]
@@ -333,6 +356,10 @@ class _Plan:
     weights: Tensor | None
     reference_logp: Tensor | None
     metrics: dict[str, float]
+    tokens: Tokens
+    version: int
+    record: objective.CorrectionInput | None
+    memory: Mapping[str, float] | None
 
     @classmethod
     def make(
@@ -348,28 +375,19 @@ class _Plan:
         samples = [trajectories[i] for i in kept]
         lengths = torch.tensor([len(t.response_ids) for t in samples])
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        sequence = torch.repeat_interleave(torch.arange(len(samples)), lengths)
-        mask = torch.from_numpy(np.concatenate([t.mask for t in samples]))
+        tokens = Tokens.of(samples)
+        sequence, mask = tokens.sequence, tokens.mask
         per_token = advantages[torch.tensor(kept)][sequence]
         config = learner.config
         several = config.epochs > 1 or config.minibatches > 1
-        old_logp = weights = rejected = reference_logp = None
+        old_logp = weights = rejected = reference_logp = record = memory = None
         metrics: dict[str, float] = {}
-        if learner.objective.correction != "none" or several:
+        if learner._correction.name != "none" or several:
             scored = learner.score(samples)
-            metrics |= _gap(scored)
             old_logp = scored.logp if several else None
-            corrected = learner._correction(
-                objective.CorrectionInput(
-                    gap=objective.token_gap(scored.logp, scored.rollout_logp, mask, sequence),
-                    advantages=per_token,
-                    mask=mask,
-                    sequence_index=sequence,
-                    versions=scored.versions,
-                    learner_version=version,
-                    rollout_logp=scored.rollout_logp,
-                )
-            )
+            record = learner._monitor.record(tokens, scored.logp, per_token, version)
+            corrected = learner._correction(record)
+            memory = corrected.state
             weights, rejected = corrected.weights, corrected.rejected
             metrics |= objective.read(corrected.metrics)
         if learner._reference is not None:
@@ -389,4 +407,19 @@ class _Plan:
             max_tokens=learner.max_response_tokens if method == "constant" else None,
         )
         rows = [torch.arange(a, b) for a, b in pairwise(starts.tolist())]
-        return cls(samples, rows, per_token, counted, sequence, scale, old_logp, weights, reference_logp, metrics)
+        return cls(
+            samples,
+            rows,
+            per_token,
+            counted,
+            sequence,
+            scale,
+            old_logp,
+            weights,
+            reference_logp,
+            metrics,
+            tokens,
+            version,
+            record,
+            memory,
+        )

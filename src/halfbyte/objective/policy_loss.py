@@ -22,7 +22,7 @@ from halfbyte.objective.policy_settings import PolicySettings
 from halfbyte.objective.ratio import log_ratio
 from halfbyte.objective.validation import require_finite, require_index, require_mask, require_real
 
-__all__ = ["LossInput", "LossResult", "policy_loss", "require_compatible"]
+__all__ = ["LossInput", "LossResult", "clipped_surrogate", "policy_loss", "require_compatible"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -119,9 +119,7 @@ def policy_loss(tokens: LossInput, settings: PolicySettings) -> LossResult:
     base = logp if base is None else base[mask]
     difference = log_ratio(logp, base, everywhere, tokens.sequence_index[mask], settings.ratio)
     ratio = clamped_exp(difference)
-    upper = torch.clamp(ratio, max=1.0 + settings.eps_high)
-    lower = torch.clamp(ratio, min=1.0 - settings.eps_low, max=settings.dual_clip)
-    surrogate = torch.where(advantages < 0, lower, upper) * advantages
+    surrogate = clipped_surrogate(ratio, advantages, settings)
     policy = _scaled_sum(-weights * surrogate, scale)
 
     loss = policy
@@ -141,6 +139,13 @@ def policy_loss(tokens: LossInput, settings: PolicySettings) -> LossResult:
     metrics |= _ratio_metrics(difference.detach(), ratio.detach(), advantages, settings)
     metrics |= {"loss/total": total_of(loss), "weight/mean": mean_of(weights)}
     return LossResult(loss.to(logp.dtype), metrics)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: PolicySettings) -> Tensor:
+    """min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), for A < 0 not below dual_clip * A; all [T]."""
+    upper = torch.clamp(ratio, max=1.0 + settings.eps_high)
+    lower = torch.clamp(ratio, min=1.0 - settings.eps_low, max=settings.dual_clip)
+    return torch.where(advantages < 0, lower, upper) * advantages
 
 
 def require_compatible(settings: PolicySettings, correction: Correction) -> None:

@@ -115,8 +115,12 @@ def line_chart(
     return _svg(label, parts)
 
 
-def stacked_chart(label: str, series: Sequence[Points]) -> str:
-    """Areas on top of each other, the first at the bottom. All series share their x, values are not negative."""
+def stacked_chart(label: str, series: Sequence[Points], colours: Sequence[int] | None = None) -> str:
+    """Areas on top of each other, the first at the bottom. All series share their x, values are not negative.
+
+    Arguments:
+        colours: of each series; 0, 1, 2, ... by default.
+    """
     series = [thin(points) for points in series]
     if not series or not series[0]:
         return ""
@@ -129,8 +133,8 @@ def stacked_chart(label: str, series: Sequence[Points]) -> str:
         levels.append([below + value for below, (_, value) in zip(levels[-1], points)])
     x, y = _steps_axis(xs), linear_axis(0.0, max(levels[-1]), HEIGHT - BOTTOM, TOP)
     parts = [_frame(x, y)]
-    for colour in range(len(series)):
-        lower, upper = list(zip(xs, levels[colour])), list(zip(xs, levels[colour + 1]))
+    for i, colour in enumerate(colours or range(len(series))):
+        lower, upper = list(zip(xs, levels[i])), list(zip(xs, levels[i + 1]))
         parts.append(f'<path class="area c{colour}" d="M{_path([*upper, *reversed(lower)], x, y)}Z"/>')
     return _svg(label, parts)
 

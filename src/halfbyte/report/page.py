@@ -61,10 +61,12 @@ def render(record: Record) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["visible"] = visible
     template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
+    style = Path(__file__).with_name("style.css.j2").read_text(encoding="utf-8")
     shown = panels(record)
     return template.render(
         name=visible(record.folder.resolve().name),
         version=__version__,
+        style=Markup(environment.from_string(style).render()),
         status=_status(record),
         facts=list(_facts(record)),
         panels=[(panel, Markup(panel.svg)) for panel in shown if panel.svg],

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from halfbyte.report import mismatch
 from halfbyte.report.chart import Band, Line, Point, line_chart, smooth, stacked_chart
+from halfbyte.report.panel import Panel
 from halfbyte.report.records import Record
+from halfbyte.report.sample_tokens import read_tokens
 from halfbyte.report.scale import number
 
-__all__ = ["PHASES", "Panel", "panels"]
+__all__ = ["PHASES", "panels"]
 
 #: Phases of a step in the order they run, with the metric that holds their seconds.
 PHASES = (
@@ -18,22 +21,6 @@ PHASES = (
     ("learner", "time/learner"),
     ("publish", "time/publish"),
 )
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A chart with its words.
-
-    Arguments:
-        legend: (colour, text) of each series; empty where the title says it.
-        note: how to read it, one or two sentences.
-        svg: empty where nothing was recorded.
-    """
-
-    title: str
-    legend: tuple[tuple[int, str], ...]
-    note: str
-    svg: str
 
 
 @dataclass(frozen=True)
@@ -102,10 +89,24 @@ def panels(record: Record) -> list[Panel]:
     out = [_reward(record), _accuracy(record)]
     out += [_metric_panel(record, m) for m in _GAP + _ALIGNMENT]
     out += [_depth(record)]
+    out += _mismatch(record)
     out += [_metric_panel(record, m) for m in _POLICY]
     out += [_time(record), _speed(record)]
     out += [_metric_panel(record, m) for m in _OPTIMISER]
     return out
+
+
+def _mismatch(record: Record) -> list[Panel]:
+    """The sign structure of the gap: by step from the metrics, by token from the last saved samples that have it."""
+    masses = [record.series(f"quadrant/mass_{name}") for name, _, _ in mismatch.QUADRANTS]
+    newest_first = reversed(list(record.sample_files.values()))
+    samples = next((found for path in newest_first if (found := read_tokens(path))), [])
+    return [
+        mismatch.quadrant_stack(masses),
+        mismatch.indicator(record.series("segment/over_threshold"), record.series("reward/mean")),
+        mismatch.carpet(samples),
+        mismatch.gap_density(samples),
+    ]
 
 
 def _smoothed(points: Sequence[tuple[float, float]], colour: int) -> tuple[list[Line], int]:

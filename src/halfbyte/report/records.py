@@ -15,7 +15,7 @@ from typing import Any
 
 from halfbyte.errors import DataError
 
-__all__ = ["Record", "Row", "Sample", "read_record", "read_samples"]
+__all__ = ["Record", "Row", "Sample", "parse_line", "read_record", "read_samples"]
 
 #: One line of metrics: the step and its finite numbers.
 Row = tuple[int, Mapping[str, float]]
@@ -109,7 +109,7 @@ def read_samples(path: Path, limit: int) -> list[Sample]:
         return []
     samples: list[Sample] = []
     for line in lines:
-        value = _parse(line)
+        value = parse_line(line)
         if value is None:
             continue
         reward, correct = value.get("reward"), value.get("correct")
@@ -133,7 +133,7 @@ def _rows(lines: Iterable[str]) -> tuple[dict[str, dict[int, dict[str, float]]],
     for line in lines:
         if not line.strip():
             continue
-        value = _parse(line)
+        value = parse_line(line)
         step = None if value is None else value.get("step")
         if value is None or type(step) is not int:
             broken += 1
@@ -158,12 +158,13 @@ def _sample_files(folder: Path) -> dict[int, Path]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        return _parse(path.read_text(encoding="utf-8", errors="replace")) or {}
+        return parse_line(path.read_text(encoding="utf-8", errors="replace")) or {}
     except OSError:
         return {}
 
 
-def _parse(text: str) -> dict[str, Any] | None:
+def parse_line(text: str) -> dict[str, Any] | None:
+    """The JSON object of a line, or None."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

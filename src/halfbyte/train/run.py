@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from torch import Tensor
+
 from halfbyte.config import Config, difference
 from halfbyte.envs import Environment, Split, make_env
 from halfbyte.errors import ConfigError, DataError
@@ -20,6 +22,7 @@ from halfbyte.models.checkpoint_writer import save_checkpoint
 from halfbyte.models.open_model import open_model
 from halfbyte.models.precision import precision_from
 from halfbyte.models.tokenizer import Tokenizer
+from halfbyte.objective import delimiter_flags
 from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.train.alignment import make_alignment
 from halfbyte.train.collect import encode_prompt
@@ -38,6 +41,7 @@ FREE = (
     "train.keep_checkpoints",
     "train.save_trajectories_every",
     "alignment.memory_mb",
+    "train.saved_trajectories",
 )
 #: finite data sets up to this size are checked before the first step
 CHECKED_PROMPTS = 20_000
@@ -88,6 +92,7 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         max_response_tokens=config.rollout.max_tokens,
         n_positions=longest,
         alignment=alignment,
+        delimiters=_delimiters(tokenizer, arch.vocab_size) if config.objective.segmenter == "delimiter" else None,
     )
     progress = Progress()
     saved = latest_checkpoint(folder.path / "checkpoints") if resume else None
@@ -163,6 +168,12 @@ def _refuse_to_mix(folder: RunFolder, config: Config, *, resume: bool, overwrite
             where=where,
             fix="--resume goes on with it, --overwrite replaces it, --out names another folder",
         )
+
+
+def _delimiters(tokenizer: Tokenizer, size: int) -> Tensor:
+    """[V] bool: ids whose text ends a line or a sentence; ids without a text end nothing."""
+    texts = [tokenizer.decode([i], skip_special_tokens=False) for i in range(size)]
+    return delimiter_flags(texts)
 
 
 def _check_prompts(env: Environment, tokenizer: Tokenizer, limit: int) -> None:

@@ -43,13 +43,14 @@ class Progress:
 
 
 def save_state(folder: Path, learner: Learner, progress: Progress, keep: int) -> Path:
-    """Write ``folder/step_NNNNNN`` and delete all but the newest ``keep``."""
+    """Write ``folder/step_NNNNNN`` (masters, optimiser, reference statistics, counters); keep the newest ``keep``."""
     target = folder / f"step_{progress.step:06d}"
     work = folder / f".{target.name}.tmp"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     write_safetensors(work / "masters.safetensors", learner.parameters.masters)
     write_safetensors(work / "optimiser.safetensors", learner.optimiser.state())
+    write_atomic(work / "memory.json", json.dumps(learner.memory(), indent=2))
     write_atomic(work / "state.json", json.dumps(asdict(progress), indent=2))
     _sync_folder(work)
     if target.exists():
@@ -92,6 +93,15 @@ def load_state(path: Path, learner: Learner) -> Progress:
         master.copy_(masters[name])
     learner.parameters.refresh()
     learner.optimiser.load_state(SafetensorsFile(path / "optimiser.safetensors"))
+    if (path / "memory.json").exists():  # checkpoints of earlier versions have none
+        try:
+            learner.remember(json.loads((path / "memory.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"unreadable reference statistics: {error}",
+                where=str(path / "memory.json"),
+                fix="delete this checkpoint",
+            ) from error
     return progress
 
 

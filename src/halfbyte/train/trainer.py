@@ -21,12 +21,11 @@ from halfbyte.train.evaluate import evaluate
 from halfbyte.train.progress import RunProgress
 from halfbyte.train.prompts import prompt_index
 from halfbyte.train.run_folder import RunFolder
+from halfbyte.train.saved import saved_rows
 from halfbyte.train.state import Progress, save_state
 from halfbyte.train.tracker import Tracker
 
 __all__ = ["Trainer"]
-
-SAVED_TRAJECTORIES = 16
 
 
 class Trainer:
@@ -159,6 +158,8 @@ class Trainer:
             max_prompt_tokens=self.prompt_limit,
         )
         rolled = time.perf_counter()
+        self._save_trajectories(trajectories)
+        scored = time.perf_counter()
         result = self.learner.step(trajectories, progress.step, progress.version)
         for note in result.warnings:
             if note not in self._said:
@@ -171,17 +172,14 @@ class Trainer:
             self.engine.load_weights(dict(self.learner.parameters.published()), progress.version)
         self._choose_guidance(display)
         published = time.perf_counter()
-        every = config.train.save_trajectories_every
-        if every and progress.step % every == 0:
-            self.folder.save_trajectories(progress.step + 1, map(self._readable, trajectories[:SAVED_TRAJECTORIES]))
         progress.rollout_seconds += rolled - start
-        progress.learner_seconds += learned - rolled
+        progress.learner_seconds += learned - scored
         row = result.metrics | _rollout_metrics(trajectories)
         row |= {
             "version": float(progress.version),
             "tokens/rollout": float(self.engine.tokens_generated - generated),
             "time/rollout": rolled - start,
-            "time/learner": learned - rolled,
+            "time/learner": learned - scored,
             "time/publish": published - learned,
             "time/step": time.perf_counter() - start,
         }
@@ -206,6 +204,13 @@ class Trainer:
         if self.learner.alignment is not None:
             tokens = self.config.alignment.measured_tokens
             self.learner.alignment = replace(self.learner.alignment, thorough=False, measured_tokens=tokens)
+
+    def _save_trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        train, step = self.config.train, self.progress.step
+        if train.save_trajectories_every and step % train.save_trajectories_every == 0:
+            method = self.config.objective.advantage
+            rows = saved_rows(trajectories, train.saved_trajectories, self.learner, self.tokenizer, method)
+            self.folder.save_trajectories(step + 1, rows)
 
     def _say_why_nothing_scored(self, trajectories: Sequence[Trajectory], display: RunProgress) -> None:
         """Once, if a whole step has no reward: a broken reward function must not look like a slow start."""
@@ -244,22 +249,6 @@ class Trainer:
         self.progress.wall_seconds += now - self._since
         self._since = now
         save_state(self.folder.path / "checkpoints", self.learner, self.progress, self.config.train.keep_checkpoints)
-
-    def _readable(self, t: Trajectory) -> dict[str, object]:
-        return {
-            "group": t.group,
-            "sample": t.sample,
-            "prompt_text": self.tokenizer.decode(t.prompt_ids.tolist()),
-            "response_text": self.tokenizer.decode(t.response_ids.tolist()),
-            "prompt_ids": t.prompt_ids.tolist(),
-            "response_ids": t.response_ids.tolist(),
-            "logprobs": [round(float(x), 6) for x in t.logprobs],
-            "versions": t.versions.tolist(),
-            "reward": t.reward,
-            "correct": bool(t.info.get("correct")),
-            "finish_reason": t.finish_reason,
-            "info": t.info,
-        }
 
 
 def _rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
