@@ -93,9 +93,19 @@ class Kernels(Protocol):
         asked: RMSNorm of the rows before (``norm [K]``); SwiGLU of the result (``gated``: ``[M, N / 2]``), ``residual`` added."""
         ...
 
-    def linear_codes(self, q: QuantTensor, w: PackedLinear) -> Tensor:
-        """:meth:`linear` of an input that is quantised already, ``q [M, K]`` by ``w.activation_spec`` (``w4a4``): the same bits
-        as from the tensor it came from."""
+    def linear_recorded(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        bits: PayloadBits,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Payload]:
+        """:meth:`linear` (``w4a4``) with what the codes of its input tell a learner in ``bits`` a value; the output has the
+        same bits."""
         ...
 
     def pack_experts(

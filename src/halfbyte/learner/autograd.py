@@ -96,11 +96,11 @@ class AutogradExecution:
     ) -> Tensor:
         """Projections that share an input, concatenated."""
         kinds = self.precision.kinds(site_of(f"{names[0]}.weight"))
-        rows = x if norm is None else self.norm(x, norm)
         guide = None
         if self.guidance is not None and (site := site_of_linear(names[0])) is not None:
             guide = self.guidance.at(int(names[0].split(".")[2]), site)
-        out = self._phased(rows, kinds, lambda rows, kind, which: self._project(rows, names, kind, _of(guide, which)))
+        rows = x if norm is None else self.norm(x, norm)
+        out = self._phased(rows, kinds, lambda part, kind, which: self._project(part, names, kind, _of(guide, which)))
         out = self._swiglu(out) if gated else out
         return out if residual is None else residual + out
 

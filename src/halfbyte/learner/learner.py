@@ -147,6 +147,7 @@ class Learner:
             DataError: malformed trajectories.
         """
         first = trajectories[0].sampling
+        layouts: set[str] = set()
         for t in trajectories:
             t.check(self.arch.vocab_size)
             if t.precision is not self.rollout_precision:
@@ -157,7 +158,8 @@ class Learner:
                     where=f"trajectory group {t.group}",
                     expected="equal temperature, top_k, top_p and min_p for all samples of a step",
                 )
-            if self.alignment is not None and t.guidance is not None:
+            if self.alignment is not None and t.guidance is not None and t.guidance.layout not in layouts:
+                layouts.add(t.guidance.layout)
                 read_layout(t.guidance.layout).require_places(
                     self._places, where=f"trajectory group {t.group} sample {t.sample}"
                 )

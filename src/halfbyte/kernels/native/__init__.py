@@ -115,8 +115,18 @@ class NativeKernels:
     ) -> Tensor:
         return _linear.linear(self._isa, x, w, norm, eps, gated, residual)
 
-    def linear_codes(self, q: QuantTensor, w: PackedLinear) -> Tensor:
-        return _linear.linear_codes(self._isa, q, w)
+    def linear_recorded(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        bits: PayloadBits,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Payload]:
+        return _linear.linear_recorded(self._isa, x, w, bits, norm, eps, gated, residual)
 
     def pack_experts(
         self,

@@ -85,8 +85,18 @@ class ReferenceKernels:
     ) -> Tensor:
         return _linear.linear(x, w, norm, eps, gated, residual)
 
-    def linear_codes(self, q: QuantTensor, w: PackedLinear) -> Tensor:
-        return _linear.linear_codes(q, w)
+    def linear_recorded(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        bits: PayloadBits,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Payload]:
+        return _linear.linear_recorded(x, w, bits, norm, eps, gated, residual)
 
     def pack_experts(
         self,
