@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from halfbyte.cli.main import main
+from halfbyte.config import ObjectiveConfig
 from halfbyte.diagnosis import TokenTable, diagnose, segmentation
 from halfbyte.errors import ConfigError
 from halfbyte.objective import CORRECTIONS, make_correction, make_segmenter
@@ -113,11 +114,11 @@ def test_versions_split_the_gap_into_current_and_stale() -> None:
 
 
 def test_delimiters_come_from_the_tokenizer() -> None:
-    segmenter, rule = segmentation(None, "tiny")
+    segmenter, rule = segmentation("delimiter", "tiny")
     assert segmenter.name == "delimiter"
     assert rule is not None
     assert rule(np.array([2, 30, 19, 29, 28])).tolist() == [False, True, True, True, True]  # 0 newline . : ?
-    assert segmentation(None, None)[0].name == "fixed"
+    assert segmentation(None, None)[0].name == ObjectiveConfig().segmenter
     with pytest.raises(ConfigError, match="--tokenizer"):
         segmentation("delimiter", None)
 

@@ -229,6 +229,27 @@ def test_the_gradient_at_the_start_of_a_step_is_that_of_the_papers_loss(
         assert bool((slope == 0).any()), "some token is masked, or the test shows nothing"
 
 
+@pytest.mark.parametrize(
+    ("gap", "advantage", "kept"),
+    [
+        (3.5e-4, 1, True),
+        (4.5e-4, 1, False),
+        (-2.5e-4, -1, True),
+        (-3.5e-4, -1, False),
+        (9e-4, -1, True),
+        (-9e-4, 1, True),
+    ],
+)
+def test_the_two_bounds_of_gspo_are_3e_4_below_and_4e_4_above(gap: float, advantage: float, kept: bool) -> None:
+    tokens = CorrectionInput(
+        gap=torch.full((3,), gap),
+        advantages=torch.full((3,), float(advantage)),
+        mask=torch.ones(3, dtype=torch.bool),
+        sequence_index=torch.zeros(3, dtype=torch.int64),
+    )
+    assert bool((make_correction("gspo")(tokens).weights > 0).all()) == kept
+
+
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_dppo_needs_probabilities(name: str) -> None:
     one = torch.ones(1)

@@ -207,6 +207,26 @@ def test_change_point_finds_a_planted_cluster_to_within_a_few_tokens() -> None:
     assert abs(len(cluster) - 34) <= 4
 
 
+@pytest.mark.parametrize("length", [*range(56, 76), 127, 128, 131, 136, 200])
+@pytest.mark.parametrize("every", [0, 5, 61])
+def test_delimiter_segments_stay_within_their_bounds_in_long_runs(length: int, every: int) -> None:
+    places = torch.arange(length)
+    tokens = SegmentInput(
+        mask=places >= 0,
+        sequence_index=torch.zeros_like(places),
+        versions=torch.zeros_like(places),
+        turn_starts=places == 0,
+        delimiters=places % every == every - 1 if every else places < 0,
+        gap=torch.zeros(length),
+        advantages=torch.ones(length),
+    )
+    labels = make_segmenter("delimiter")(tokens)
+    assert groups(labels) == expected("delimiter", tokens)
+    sizes = torch.bincount(labels)
+    assert int(sizes.min()) >= 8
+    assert int(sizes.max()) <= 64
+
+
 def test_delimiter_flags() -> None:
     texts = ["a", ".", "end.", "line\n", "\n\n", "x = 1", "why? ", "3.5", "。", ""]
     assert delimiter_flags(texts).tolist() == [False, True, True, True, True, False, True, False, True, False]

@@ -118,8 +118,9 @@ def test_quadrant_names_are_those_of_the_metrics() -> None:
 
 def test_saved_samples_are_read_tolerantly(tmp_path: Path) -> None:
     good = {"logprobs": [-1.0, -2.0, 0.0], "learner_logprobs": [-1.5, -1.0, 0.0], "mask": [1, 1, 0], "advantage": -0.5}
+    decided = {"weights": [0.5, 1.0, 0.0], "selected": [1, 0, 0]}
     lines = [
-        good,
+        good | decided,
         {key: value for key, value in good.items() if key != "mask"},
         good | {"mask": [1]},
         good | {"advantage": None},
@@ -132,4 +133,7 @@ def test_saved_samples_are_read_tolerantly(tmp_path: Path) -> None:
     found = read_tokens(path)
     assert [s.gap for s in found] == [[-0.5, 1.0, None], [-0.5, None, None]]
     assert found[0].advantage == [-0.5, -0.5, None]
+    assert found[0].weight == [0.5, 1.0, 0.0]
+    assert list(found[0].selected) == [True, False, False]
+    assert found[1].weight is None
     assert read_tokens(tmp_path / "none") == []

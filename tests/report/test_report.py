@@ -114,6 +114,7 @@ def test_a_finished_run_shows_every_panel_and_its_result(tmp_path: Path) -> None
     folder = write_run(tmp_path / "demo", rows, summary=summary, config={"train": {"steps": 30, "seed": 7}})
     write_samples(folder, 0, [{"prompt_text": "1+1=", "response_text": "3", "reward": 0.0, "correct": False}])
     tokens = {"logprobs": [-0.1, -2.0], "learner_logprobs": [-0.2, -1.9], "mask": [1, 1], "advantage": -1.0}
+    tokens |= {"weights": [0.5, 1.0], "selected": [1, 0]}
     right = {"prompt_text": "1+1=", "response_text": "2", "reward": 1.0, "correct": True}
     write_samples(folder, 29, [right | tokens])
     got = page(folder)

@@ -25,6 +25,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train__saved_trajectories": 24,
         "rollout__max_tokens": 16,
         "learner__lr": 3e-4,
+        "objective__correction": "token_tis",
     }
     assert run(small_config(Path("tiny"), out, **sets)) == 0
     return out
@@ -45,6 +46,20 @@ def test_the_gap_of_the_file_is_the_gap_of_the_metrics(finished: Path) -> None:
         assert table.rewards.mean() == pytest.approx(row["reward/mean"], abs=1e-6)
         compared += 1
     assert compared >= 1
+
+
+def test_weights_are_those_of_the_correction(finished: Path) -> None:
+    seen = 0
+    for path in sorted((finished / "trajectories").iterdir()):
+        for line in map(json.loads, path.read_text().splitlines()):
+            assert ("weights" in line) == (line["advantage"] != 0)
+            if "weights" in line:
+                gap = np.array(line["learner_logprobs"]) - np.array(line["logprobs"])
+                expected = np.where(np.array(line["mask"]) == 1, np.minimum(np.exp(gap), 2.0), 0.0)
+                np.testing.assert_allclose(line["weights"], expected, atol=1e-6)
+                assert len(line["selected"]) == len(gap)
+                seen += len(gap)
+    assert seen > 50
 
 
 def test_turns_and_masks_are_saved(finished: Path) -> None:

@@ -24,14 +24,14 @@ def segmentation(name: str | None, tokenizer: str | None) -> tuple[Segmenter, De
     """The segmenter and, where it is needed, the rule that finds delimiters.
 
     Arguments:
-        name: of a segmenter; None: ``delimiter`` with a tokenizer, ``fixed`` without.
+        name: of a segmenter; None: ``change_point``, as in training.
         tokenizer: a model folder, or ``tiny``; ids mean nothing without one.
 
     Raises:
         ConfigError: unknown name, or ``delimiter`` without a tokenizer.
         CheckpointError: the folder has no tokenizer that can be read.
     """
-    name = name or ("fixed" if tokenizer is None else "delimiter")
+    name = name or "change_point"
     segmenter = make_segmenter(name)
     if name != "delimiter":
         return segmenter, None

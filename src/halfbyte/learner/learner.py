@@ -24,6 +24,7 @@ from halfbyte.guidance.sites import places
 from halfbyte.kernels import Kernels
 from halfbyte.learner.autograd import AutogradExecution
 from halfbyte.learner.batch import LearnerBatch, collate, micro_batches
+from halfbyte.learner.decisions import Decisions
 from halfbyte.learner.diagnosis import Monitor, Tokens
 from halfbyte.learner.memory import tokens_that_fit
 from halfbyte.learner.native import NativeExecution, PackedModel
@@ -58,6 +59,7 @@ class StepResult:
     metrics: dict[str, float]
     changed: bool
     warnings: tuple[str, ...] = field(default=())
+    decisions: Decisions | None = None
 
 
 class Learner:
@@ -204,13 +206,16 @@ class Learner:
         valid = [t for t, ok in zip(trajectories, result.valid.tolist()) if ok]
         plan = _Plan.make(self, trajectories, kept, valid, result.advantages, step, version)
         found, changed = self._optimise(plan, step)
+        rule = self._correction
+        triage = rule if isinstance(rule, objective.Triage) else self._monitor.triage
         # Only now: a step that failed is done again after a resume, and must not count twice in the reference.
         record = plan.record
         assert record is not None
         self._monitor.learn(record)
         if isinstance(self._correction, objective.StatefulCorrection) and plan.memory is not None:
             self._correction = self._correction.with_state(plan.memory)
-        return StepResult(metrics | found, changed=changed, warnings=notes)
+        decided = Decisions(kept, record, plan.weights, triage)
+        return StepResult(metrics | found, changed=changed, warnings=notes, decisions=decided)
 
     def memory(self) -> dict[str, dict[str, float]]:
         """What diagnosis and correction have learnt, as JSON numbers, for a checkpoint."""

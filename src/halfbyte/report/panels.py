@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from halfbyte.report import mismatch
@@ -99,6 +99,8 @@ def panels(record: Record) -> list[Panel]:
 def _mismatch(record: Record) -> list[Panel]:
     """The sign structure of the gap: by step from the metrics, by token from the last saved samples that have it."""
     masses = [record.series(f"quadrant/mass_{name}") for name, _, _ in mismatch.QUADRANTS]
+    chosen = record.config.get("objective")
+    correction = str(chosen.get("correction", "")) if isinstance(chosen, Mapping) else ""
     newest_first = reversed(list(record.sample_files.values()))
     samples = next((found for path in newest_first if (found := read_tokens(path))), [])
     return [
@@ -106,6 +108,7 @@ def _mismatch(record: Record) -> list[Panel]:
         mismatch.indicator(record.series("segment/over_threshold"), record.series("reward/mean")),
         mismatch.carpet(samples),
         mismatch.gap_density(samples),
+        mismatch.weight_histogram(samples, correction),
     ]
 
 

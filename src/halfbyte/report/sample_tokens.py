@@ -54,7 +54,21 @@ def _tokens(value: dict[str, Any]) -> SampleTokens | None:
         known = bool(m) and r is not None and t is not None
         logp.append(r if known else None)
         gap.append(t - r if known and t is not None and r is not None else None)
-    return SampleTokens(gap, logp, [None if g is None else advantage for g in gap])
+    weights, selected = value.get("weights"), value.get("selected")
+    return SampleTokens(
+        gap,
+        logp,
+        [None if g is None else advantage for g in gap],
+        _numbers(weights, len(gap)),
+        [bool(s) for s in selected] if isinstance(selected, list) and len(selected) == len(gap) else (),
+    )
+
+
+def _numbers(value: object, length: int) -> list[float] | None:
+    if not isinstance(value, list) or len(value) != length:
+        return None
+    numbers = [_number(item) for item in value]
+    return None if None in numbers else [number for number in numbers if number is not None]
 
 
 def _number(value: object) -> float | None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from halfbyte.learner.decisions import Decisions
 from halfbyte.learner.learner import Learner
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.models.trajectory import Trajectory
 from halfbyte.objective import AdvantageMethod, advantages
 
-__all__ = ["saved_rows"]
+__all__ = ["add_decisions", "saved_rows"]
 
 _DECIMALS = 8
 
@@ -32,6 +33,16 @@ def saved_rows(
     values = torch.where(found.valid, found.advantages, 0.0).tolist()
     learnt = learner.score(shown).logp.split([len(t.response_ids) for t in shown])
     return [_row(t, tokenizer, value, logp) for t, value, logp in zip(shown, values, learnt)]
+
+
+def add_decisions(rows: Sequence[dict[str, Any]], decisions: Decisions | None) -> None:
+    """Add ``weights`` and ``selected`` (0/1) to the rows of samples that were trained on."""
+    if decisions is None:
+        return
+    for index, (weights, selected) in decisions.by_sample().items():
+        if index < len(rows):
+            rows[index]["weights"] = [round(w, _DECIMALS) for w in weights]
+            rows[index]["selected"] = [int(s) for s in selected]
 
 
 def _row(t: Trajectory, tokenizer: Tokenizer, advantage: float, learner_logp: torch.Tensor) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from halfbyte.config import Config
 from halfbyte.envs import Environment, Prompt
@@ -22,7 +23,7 @@ from halfbyte.train.parity import explain, require_parity
 from halfbyte.train.progress import RunProgress
 from halfbyte.train.prompts import prompt_index
 from halfbyte.train.run_folder import RunFolder
-from halfbyte.train.saved import saved_rows
+from halfbyte.train.saved import add_decisions, saved_rows
 from halfbyte.train.state import Progress, save_state
 from halfbyte.train.tracker import Tracker
 from halfbyte.train.weights import WeightPath
@@ -164,7 +165,7 @@ class Trainer:
             max_prompt_tokens=self.prompt_limit,
         )
         rolled = time.perf_counter()
-        self._save_trajectories(trajectories)
+        rows = self._rows_to_save(trajectories)
         scored = time.perf_counter()
         if config.learner.require_parity:
             self._require_parity(trajectories)
@@ -175,6 +176,9 @@ class Trainer:
                 display.say(f"warning: {note}")
         self._say_why_nothing_scored(trajectories, display)
         learned = time.perf_counter()
+        if rows:
+            add_decisions(rows, result.decisions)
+            self.folder.save_trajectories(progress.step + 1, rows)
         refit: dict[str, float] = {}
         if result.changed:
             refit = self.weights.publish(progress.version + 1)
@@ -224,12 +228,12 @@ class Trainer:
             tokens = self.config.alignment.measured_tokens
             self.learner.alignment = replace(self.learner.alignment, thorough=False, measured_tokens=tokens)
 
-    def _save_trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+    def _rows_to_save(self, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
         train, step = self.config.train, self.progress.step
-        if train.save_trajectories_every and step % train.save_trajectories_every == 0:
-            method = self.config.objective.advantage
-            rows = saved_rows(trajectories, train.saved_trajectories, self.learner, self.tokenizer, method)
-            self.folder.save_trajectories(step + 1, rows)
+        if not train.save_trajectories_every or step % train.save_trajectories_every:
+            return []
+        method = self.config.objective.advantage
+        return saved_rows(trajectories, train.saved_trajectories, self.learner, self.tokenizer, method)
 
     def _say_why_nothing_scored(self, trajectories: Sequence[Trajectory], display: RunProgress) -> None:
         """Once, if a whole step has no reward: a broken reward function must not look like a slow start."""
