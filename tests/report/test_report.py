@@ -122,7 +122,7 @@ def test_a_finished_run_shows_every_panel_and_its_result(tmp_path: Path) -> None
     assert "+45.0" in got.text
     assert "0.350 to 0.450, n = 512" in got.text
     assert "0.800 to 0.900, n = 512" in got.text
-    assert sum(tag == "svg" for tag, _ in got.tags) == 21  # one panel has two charts
+    assert sum(tag == "svg" for tag, _ in got.tags) == 22  # one panel has two charts
     assert "Not recorded" not in got.text
     assert got.pre == ["1+1=", "3", "1+1=", "2"]
     assert "train.seed" in got.text
