@@ -61,34 +61,16 @@ void grouped(const Panels& w, const Routing& routes, const PreparedRows& x, bool
     });
 }
 
-// The inputs of a product in quantised form: codes [rows, k/2], scales [rows, k/block], and the global scale of each row, or one.
-struct CodeRows {
-    uint8_t *codes, *scales;
-    float* global;
-};
-
-// Quantises into `to` and prepares from there: the same operands as preparing from `x`.
-PreparedRows prepare_recorded(Isa isa, const Rule& rule, const float* x, int64_t rows, int64_t k, const CodeRows& to, std::vector<float>& global,
-                              int64_t* bad) {
-    *bad = quantise_rows(isa, rule, x, false, rows, k, nullptr, 0, to.codes, to.scales, to.global);
-    global.assign(to.global, to.global + (rule.mode == 1 ? rows : 1));
-    if (rule.mode != 1) global.resize(static_cast<size_t>(rows), global[0]);
-    return PreparedRows(isa, rule.format, to.codes, to.scales, global.data(), *bad >= 0 ? 0 : rows, k);
-}
-
 // Returns -1, or the first row whose quantiser met NaN or infinity: tokens first, then tokens + (token, slot) pairs.
 int64_t run_experts(Isa isa, const Panels& gate_up, const Panels& down, const Rule* rule, int64_t experts, const float* x,
-                    const int32_t* ids, const float* gates, int64_t tokens, int64_t k, float* out, const CodeRows* in_codes = nullptr,
-                    const CodeRows* middle_codes = nullptr) {
+                    const int32_t* ids, const float* gates, int64_t tokens, int64_t k, float* out, const CodeRows* in_codes,
+                    const CodeRows* middle_codes) {
     const int64_t pairs = tokens * k, hidden = down.n, width = down.k;
     std::fill(out, out + tokens * hidden, 0.0f);
     if (pairs == 0) return -1;
     const Routing routes(ids, tokens, k, experts);
-    std::vector<float> in_global, middle_global;
-    int64_t bad = -1;
-    const PreparedRows input = in_codes ? prepare_recorded(isa, *rule, x, tokens, hidden, *in_codes, in_global, &bad)
-                                        : PreparedRows(isa, gate_up.kind, rule, x, tokens, hidden);
-    if (std::max(bad, input.bad_row()) >= 0) return std::max(bad, input.bad_row());
+    const PreparedRows input(isa, gate_up.kind, rule, x, tokens, hidden, in_codes);
+    if (input.bad_row() >= 0) return input.bad_row();
     const Scratch both_memory(pairs * 2 * width * 4), middle_memory(pairs * width * 4), parts_memory(pairs * hidden * 4);
     float *both = both_memory.as<float>(), *middle = middle_memory.as<float>(), *parts = parts_memory.as<float>();
     grouped(gate_up, routes, input, true, both);
@@ -96,9 +78,8 @@ int64_t run_experts(Isa isa, const Panels& gate_up, const Panels& down, const Ru
     parallel_for(pairs, std::max<int64_t>(1, (1 << 14) / width), [&](int64_t begin, int64_t end) {
         norm.swiglu(both + begin * 2 * width, end - begin, width, middle + begin * width);
     });
-    const PreparedRows inner = middle_codes ? prepare_recorded(isa, *rule, middle, pairs, width, *middle_codes, middle_global, &bad)
-                                            : PreparedRows(isa, down.kind, rule, middle, pairs, width);
-    if (std::max(bad, inner.bad_row()) >= 0) return tokens + std::max(bad, inner.bad_row());
+    const PreparedRows inner(isa, down.kind, rule, middle, pairs, width, middle_codes);
+    if (inner.bad_row() >= 0) return tokens + inner.bad_row();
     grouped(down, routes, inner, false, parts);
     parallel_for(tokens, std::max<int64_t>(1, (1 << 14) / (hidden * k)), [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
@@ -123,23 +104,14 @@ T* at(uintptr_t address) {
 void register_experts(nb::module_& m) {
     m.def("experts",
           [](int isa, const Panels& gate_up, const Panels& down, const Rule* rule, int64_t experts, uintptr_t x, uintptr_t ids,
-             uintptr_t gates, int64_t tokens, int64_t k, uintptr_t out) {
+             uintptr_t gates, int64_t tokens, int64_t k, uintptr_t out, const CodeRows* inputs, const CodeRows* middle) {
               nb::gil_scoped_release free;
               return run_experts(usable_isa(isa), gate_up, down, rule, experts, at<const float>(x), at<const int32_t>(ids),
-                                 at<const float>(gates), tokens, k, at<float>(out));
+                                 at<const float>(gates), tokens, k, at<float>(out), inputs, middle);
           },
           nb::arg("isa"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rule").none(), nb::arg("experts"), nb::arg("x"),
-          nb::arg("ids"), nb::arg("gates"), nb::arg("tokens"), nb::arg("k"), nb::arg("out"));
-    m.def("experts_recorded",
-          [](int isa, const Panels& gate_up, const Panels& down, const Rule& rule, int64_t experts, uintptr_t x, uintptr_t ids,
-             uintptr_t gates, int64_t tokens, int64_t k, uintptr_t out, uintptr_t in_codes, uintptr_t in_scales, uintptr_t in_global,
-             uintptr_t middle_codes, uintptr_t middle_scales, uintptr_t middle_global) {
-              nb::gil_scoped_release free;
-              const CodeRows in{at<uint8_t>(in_codes), at<uint8_t>(in_scales), at<float>(in_global)};
-              const CodeRows middle{at<uint8_t>(middle_codes), at<uint8_t>(middle_scales), at<float>(middle_global)};
-              return run_experts(usable_isa(isa), gate_up, down, &rule, experts, at<const float>(x), at<const int32_t>(ids),
-                                 at<const float>(gates), tokens, k, at<float>(out), &in, &middle);
-          });
+          nb::arg("ids"), nb::arg("gates"), nb::arg("tokens"), nb::arg("k"), nb::arg("out"), nb::arg("inputs").none(),
+          nb::arg("middle").none());
 }
 
 }  // namespace halfbyte

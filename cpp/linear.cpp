@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "guide.hpp"
 #include "norm.hpp"
 #include "registers.hpp"
 #include "scalar.hpp"
@@ -42,7 +43,8 @@ struct Around {
     const float* residual;
 };
 
-int64_t linear(Isa isa, const Panels& w, const Rule* rule, const float* x, int64_t rows, float* out, const Around& around) {
+int64_t linear(Isa isa, const Panels& w, const Rule* rule, const float* x, int64_t rows, float* out, const Around& around,
+               const CodeRows* record) {
     const NormTable& table = norm_table(isa);
     std::vector<Scratch> spare;
     if (around.norm != nullptr) {
@@ -53,7 +55,7 @@ int64_t linear(Isa isa, const Panels& w, const Rule* rule, const float* x, int64
         x = normed;
     }
     float* y = around.gated ? spare.emplace_back(rows * w.n * 4).as<float>() : out;
-    const int64_t bad = product(w, PreparedRows(isa, w.kind, rule, x, rows, w.k), rows, y);
+    const int64_t bad = product(w, PreparedRows(isa, w.kind, rule, x, rows, w.k, record), rows, y);
     if (bad >= 0 || (!around.gated && around.residual == nullptr)) return bad;
     const int64_t width = around.gated ? w.n / 2 : w.n;
     parallel_for(rows, row_grain((around.gated ? 8 : 1) * width), [&](int64_t begin, int64_t end) {
@@ -131,7 +133,8 @@ int64_t group_grain(const Panels& w, int64_t rows) {
     return std::max<int64_t>(1, static_cast<int64_t>(60000.0 / std::max(1.0, cycles)));
 }
 
-PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x, int64_t rows, int64_t k) : table_(linear_table(isa)) {
+PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x, int64_t rows, int64_t k, const CodeRows* record)
+    : table_(linear_table(isa)) {
     if (kind == Kind::fp32) {
         x_ = x;
         return;
@@ -145,6 +148,7 @@ PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x,
         return;
     }
     const QuantiseTable& quantise = quantise_table(isa);
+    const GuideTable& guide = guide_table(isa);
     const int64_t block = rule->block(), stride = activation_stride(block, k);
     scratch_.emplace_back(rows * stride);
     scratch_.emplace_back(rows * 4);
@@ -152,7 +156,7 @@ PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x,
     float* global = scratch_[1].as<float>();
     std::atomic<int64_t> bad{rows};
     parallel_for(rows, row_grain(k), [&](int64_t begin, int64_t end) {
-        const Scratch codes(k / 2), scales(k / block);
+        const Scratch own_codes(k / 2), own_scales(k / block);
         for (int64_t r = begin; r < end; ++r) {
             const uint32_t amax = quantise.amax_bits(x + r * k, false, k);
             if (amax >= kInfinity) {
@@ -162,10 +166,16 @@ PreparedRows::PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x,
                 return;
             }
             global[r] = rule->mode == 1 ? usual_global(scalar::from_bits(amax)) : rule->constant;
-            quantise.row(x + r * k, false, k, global[r], codes.as<uint8_t>(), scales.as<uint8_t>());
-            table_.expand(rule->format, codes.as<uint8_t>(), scales.as<uint8_t>(), k, data + r * stride);
+            uint8_t* codes = record != nullptr ? record->codes + r * (k / 2) : own_codes.as<uint8_t>();
+            uint8_t* scales = record != nullptr ? record->scales + r * (k / block) : own_scales.as<uint8_t>();
+            quantise.row(x + r * k, false, k, global[r], codes, scales);
+            table_.expand(rule->format, codes, scales, k, data + r * stride);
+            if (record == nullptr) continue;
+            if (rule->mode == 1) record->global[r] = global[r];
+            if (record->bits != 0) guide.narrow(codes, k, record->bits, record->payload + r * (k / 8 * record->bits));
         }
     });
+    if (record != nullptr && rule->mode != 1) record->global[0] = rule->constant;
     if (bad < rows) bad_row_ = bad;
     rows_ = {data, stride, global};
 }
@@ -196,12 +206,12 @@ void register_linear(nb::module_& m) {
         })
         .def("expert", &Panels::expert, nb::arg("index"), "The view of one matrix of a stack.");
     m.def("linear", [](int isa, const Panels& w, const Rule* rule, uintptr_t x, int64_t rows, uintptr_t out, uintptr_t norm, double eps,
-                       bool gated, uintptr_t residual) {
+                       bool gated, uintptr_t residual, const CodeRows* record) {
         nb::gil_scoped_release free;
         const Around around{at<const float>(norm), eps, gated, at<const float>(residual)};
-        return linear(usable_isa(isa), w, rule, at<const float>(x), rows, at<float>(out), around);
+        return linear(usable_isa(isa), w, rule, at<const float>(x), rows, at<float>(out), around, record);
     }, nb::arg("isa"), nb::arg("w"), nb::arg("rule").none(), nb::arg("x"), nb::arg("rows"), nb::arg("out"), nb::arg("norm"),
-       nb::arg("eps"), nb::arg("gated"), nb::arg("residual"));
+       nb::arg("eps"), nb::arg("gated"), nb::arg("residual"), nb::arg("record").none());
     m.def("linear_codes",
           [](int isa, const Panels& w, uintptr_t codes, uintptr_t scales, uintptr_t global, int64_t rows, uintptr_t out) {
               nb::gil_scoped_release free;

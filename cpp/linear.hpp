@@ -75,8 +75,8 @@ class Scratch {
 class PreparedRows {
    public:
     // Quantises (w4a4) or rounds (bf16, w4a16) x [rows, k]; fp32 reads x itself. `bad_row()` is the first row that holds NaN or
-    // infinity where the kind quantises, else -1.
-    PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x, int64_t rows, int64_t k);
+    // infinity where the kind quantises, else -1. With `record`, what is quantised is also written there.
+    PreparedRows(Isa isa, Kind kind, const Rule* rule, const float* x, int64_t rows, int64_t k, const CodeRows* record = nullptr);
     // Takes rows that are quantised already; `global` are multipliers.
     PreparedRows(Isa isa, Format format, const uint8_t* codes, const uint8_t* scales, const float* global, int64_t rows, int64_t k);
     int64_t bad_row() const { return bad_row_; }

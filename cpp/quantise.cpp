@@ -112,18 +112,17 @@ float usual_global(float amax) {
 }
 
 int64_t quantise_rows(Isa isa, const Rule& rule, const void* x, bool bf16, int64_t rows, int64_t k, const float* given,
-                      int64_t given_count, uint8_t* codes, uint8_t* scales, float* global, int bits,
-                      uint8_t* payload) {
+                      int64_t given_count, const CodeRows& to) {
     const QuantiseTable& table = quantise_table(isa);
-    const int64_t block = rule.block();
     const GuideTable& guide = guide_table(isa);
+    const int64_t block = rule.block();
     const bool per_row = given == nullptr ? rule.mode == 1 : given_count != 1;
     float whole = given != nullptr ? given[0] : rule.mode == 3 ? 1.0f : rule.constant;
     if (given == nullptr && rule.mode == 0) {
         const int64_t bad = tensor_global(table, x, bf16, rows, k, &whole);
         if (bad >= 0) return bad;
     }
-    if (!per_row && global != nullptr) global[0] = whole;
+    if (!per_row && given == nullptr) to.global[0] = whole;
     std::atomic<int64_t> bad{rows};
     parallel_for(rows, row_grain(k), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
@@ -134,9 +133,10 @@ int64_t quantise_rows(Isa isa, const Rule& rule, const void* x, bool bf16, int64
                 if (amax >= kInfinity) return lower(bad, r);
                 if (given == nullptr && rule.mode == 1) g = usual_global(scalar::from_bits(amax));
             }
-            if (per_row && global != nullptr) global[r] = g;
-            table.row(row, bf16, k, g, codes + r * (k / 2), scales + r * (k / block));
-            if (bits != 0) guide.narrow(codes + r * (k / 2), k, bits, payload + r * (k / 8 * bits));
+            if (per_row && given == nullptr) to.global[r] = g;
+            uint8_t* codes = to.codes + r * (k / 2);
+            table.row(row, bf16, k, g, codes, to.scales + r * (k / block));
+            if (to.bits != 0) guide.narrow(codes, k, to.bits, to.payload + r * (k / 8 * to.bits));
         }
     });
     return bad < rows ? bad.load() : -1;
@@ -150,14 +150,17 @@ void register_quantise(nb::module_& m) {
              },
              nb::arg("format"), nb::arg("mode"), nb::arg("constant"));
 
+    nb::class_<CodeRows>(m, "CodeRows", "Addresses of codes, scales, global scale and payload that a kernel writes.")
+        .def("__init__", [](CodeRows* self, uintptr_t codes, uintptr_t scales, uintptr_t global, int bits, uintptr_t payload) {
+            new (self) CodeRows{at<uint8_t>(codes), at<uint8_t>(scales), at<float>(global), bits, at<uint8_t>(payload)};
+        });
+
     // Addresses of contiguous buffers; the Python wrappers check shapes and dtypes. Return the first row with NaN or infinity, or -1.
-    m.def("quantise",
-          [](int isa, const Rule& rule, uintptr_t x, bool bf16, int64_t rows, int64_t k, uintptr_t given, int64_t given_count,
-             uintptr_t codes, uintptr_t scales, uintptr_t global, int bits, uintptr_t payload) {
-              nb::gil_scoped_release free;
-              return quantise_rows(usable_isa(isa), rule, at<const void>(x), bf16, rows, k, at<const float>(given), given_count,
-                                   at<uint8_t>(codes), at<uint8_t>(scales), at<float>(global), bits, at<uint8_t>(payload));
-          });
+    m.def("quantise", [](int isa, const Rule& rule, uintptr_t x, bool bf16, int64_t rows, int64_t k, uintptr_t given, int64_t given_count,
+                         const CodeRows& to) {
+        nb::gil_scoped_release free;
+        return quantise_rows(usable_isa(isa), rule, at<const void>(x), bf16, rows, k, at<const float>(given), given_count, to);
+    });
     m.def("fake_quantise", [](int isa, const Rule& rule, uintptr_t x, bool bf16, int64_t rows, int64_t k, uintptr_t out) {
         nb::gil_scoped_release free;
         return fake_quantise(usable_isa(isa), rule, at<const void>(x), bf16, rows, k, at<void>(out));

@@ -34,14 +34,21 @@ extern const QuantiseTable quantise_avx512;
 
 const QuantiseTable& quantise_table(Isa isa);
 
+// Where the quantised form of rows goes: codes [rows, k/2], scales [rows, k/block], the global scale of each row (mode token) or of all,
+// and with `bits` 2 or 1 the packed residues of the codes (see guide.hpp).
+struct CodeRows {
+    uint8_t *codes, *scales;
+    float* global;
+    int bits = 0;
+    uint8_t* payload = nullptr;
+};
+
 // Smallest power of two >= amax / 2688, as a normal number; 1 for amax = 0.
 float usual_global(float amax);
 
-// Quantises rows with a per-token or fixed global scale (rule.mode 1 to 3). `given` (or null) has one global scale (given_count 1)
-// or one a row. With `bits` 2 or 1 also the packed residues of the codes (see guide.hpp). Returns the first row holding
-// NaN or infinity, or -1. Splits rows over threads.
+// Quantises rows into `to`. `given` (or null) has one global scale (given_count 1) or one a row, and `to.global` is then left alone.
+// Returns the first row holding NaN or infinity, or -1. Splits rows over threads.
 int64_t quantise_rows(Isa isa, const Rule& rule, const void* x, bool bf16, int64_t rows, int64_t k, const float* given,
-                      int64_t given_count, uint8_t* codes, uint8_t* scales, float* global, int bits = 0,
-                      uint8_t* payload = nullptr);
+                      int64_t given_count, const CodeRows& to);
 
 }  // namespace halfbyte

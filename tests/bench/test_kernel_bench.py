@@ -105,7 +105,7 @@ def test_every_row_is_right_and_complete(group: str) -> None:
         ("attention", "attention"),
         ("quantise", "quantise"),
         ("dequantise", "dequantise"),
-        ("guidance", ("quantise_with_payload", "guided_round", "experts_recorded")),
+        ("guidance", ("quantise_with_payload", "guided_round", "linear_recorded", "experts_recorded")),
     ],
 )
 def test_a_kernel_that_is_wrong_shows_in_the_error(group: str, operation: str | tuple[str, ...]) -> None:

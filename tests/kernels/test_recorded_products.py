@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ConfigError, NumericsError, ShapeError, SpecMismatchError
-from halfbyte.formats import QuantTensor, get_spec, quantise
+from halfbyte.errors import ConfigError, NumericsError, ShapeError
+from halfbyte.formats import PayloadBits, QuantTensor, get_spec, payload_of, quantise
 from halfbyte.kernels import Kernels, available, get
 from halfbyte.kernels.weights import PackedExperts
 
@@ -39,30 +41,50 @@ def routed(kernels: Kernels, specs: str, kind: str = "w4a4") -> tuple[PackedExpe
 
 @pytest.mark.parametrize("specs", SPECS)
 @pytest.mark.parametrize("name", NAMES)
-def test_linear_of_recorded_codes(name: str, specs: str) -> None:
+@pytest.mark.parametrize("bits", [4, 2, 1])
+def test_linear_records_its_input(name: str, specs: str, bits: PayloadBits) -> None:
+    """Bias, norm before, SwiGLU and residual after: the output as without recording, the payload that of the normed rows."""
     kernels, (weight_spec, activation_spec) = get(name), SPECS[specs]
-    x, bias = torch.randn(7, 96), torch.randn(40)
+    x, bias, norm = torch.randn(7, 96), torch.randn(40), torch.rand(96) + 0.5
+    weight = torch.randn(40, 96)
     for b in (None, bias):
-        w = kernels.pack_linear(
-            torch.randn(40, 96), "w4a4", weight_spec=weight_spec, activation_spec=activation_spec, bias=b
-        )
-        q, payload = kernels.quantise_with_payload(x, activation_spec, 1)
-        assert torch.equal(kernels.linear_codes(q, w), kernels.linear(x, w))
-        assert payload.shape == (7, 96)
-    assert kernels.linear_codes(kernels.quantise(x[:0], activation_spec), w).shape == (0, 40)
+        w = kernels.pack_linear(weight, "w4a4", weight_spec=weight_spec, activation_spec=activation_spec, bias=b)
+        for rows in (x, x[:1], x[:0], x.t().contiguous().t()):
+            around: list[dict[str, Any]] = [
+                {},
+                {"norm": norm, "eps": 1e-5},
+                {"gated": True},
+                {"norm": norm, "eps": 1e-5, "residual": torch.randn(len(rows), 40)},
+            ]
+            for options in around:
+                y, payload = kernels.linear_recorded(rows, w, bits, **options)
+                assert torch.equal(y, kernels.linear(rows, w, **options))
+                read = get("reference").rms_norm(rows, norm, 1e-5) if "norm" in options else rows
+                expected = payload_of(quantise(read, activation_spec), bits)
+                for part in ("codes", "scales", "global_scale"):
+                    assert torch.equal(getattr(payload, part), getattr(expected, part))
+                assert (payload.shape, payload.bits, payload.spec) == (expected.shape, bits, activation_spec)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_linear_codes_refuses_what_does_not_fit(name: str) -> None:
+def test_linear_refuses_to_record_what_it_cannot(name: str) -> None:
     kernels, (weight_spec, spec) = get(name), SPECS["token"]
     weight = torch.randn(40, 96)
     w = kernels.pack_linear(weight, "w4a4", weight_spec=weight_spec, activation_spec=spec, name="up")
     with pytest.raises(ShapeError, match="96"):
-        kernels.linear_codes(kernels.quantise(torch.randn(2, 64), spec), w)
-    with pytest.raises(SpecMismatchError, match="ties"):
-        kernels.linear_codes(kernels.quantise(torch.randn(2, 96), spec.replace(ties="away")), w)
+        kernels.linear_recorded(torch.randn(2, 64), w, 4)
+    with pytest.raises(ConfigError, match="3 bits"):
+        kernels.linear_recorded(torch.randn(2, 96), w, 3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="bf16"):
-        kernels.linear_codes(kernels.quantise(torch.randn(2, 96), spec), kernels.pack_linear(weight, "bf16"))
+        kernels.linear_recorded(torch.randn(2, 96), kernels.pack_linear(weight, "bf16"), 4)
+    bad = torch.randn(5, 96)
+    bad[3, 95] = float("nan")
+    with pytest.raises(NumericsError, match="up input"):
+        kernels.linear_recorded(bad, w, 2)
+    if name != "reference":
+        other = get("reference").pack_linear(weight, "w4a4", weight_spec=weight_spec, activation_spec=spec)
+        with pytest.raises(ShapeError, match="other kernels"):
+            kernels.linear_recorded(torch.randn(2, 96), other, 4)
 
 
 @pytest.mark.parametrize("specs", SPECS)

@@ -66,8 +66,10 @@ def train_row(step: int, **values: float) -> dict[str, Any]:
 def full_row(step: int) -> dict[str, Any]:
     keys = "accuracy/train gap/mean_abs gap/p99_abs gap/max_abs gap/k3_kl gap/ess entropy/mean length/mean length/max "
     keys += "time/rollout time/reward time/learner time/publish optim/lr optim/grad_norm loss/policy ratio/clipped_low "
-    keys += "ratio/clipped_high ratio/clipped_dual tokens/rollout segment/over_threshold "
-    keys += "quadrant/mass_neg_neg quadrant/mass_pos_pos quadrant/mass_neg_pos quadrant/mass_pos_neg"
+    keys += "ratio/clipped_high ratio/clipped_dual tokens/rollout align/code_mismatch align/code_mismatch_guided "
+    keys += "align/scale_mismatch align/unguided align/code_mismatch/0/k align/code_mismatch/1/k "
+    keys += "segment/over_threshold quadrant/mass_neg_neg quadrant/mass_pos_pos "
+    keys += "quadrant/mass_neg_pos quadrant/mass_pos_neg"
     return train_row(step, **{key: 0.1 * (i + 1) for i, key in enumerate(keys.split())})
 
 
@@ -120,7 +122,7 @@ def test_a_finished_run_shows_every_panel_and_its_result(tmp_path: Path) -> None
     assert "+45.0" in got.text
     assert "0.350 to 0.450, n = 512" in got.text
     assert "0.800 to 0.900, n = 512" in got.text
-    assert sum(tag == "svg" for tag, _ in got.tags) == 19  # one panel has two charts
+    assert sum(tag == "svg" for tag, _ in got.tags) == 22  # one panel has two charts
     assert "Not recorded" not in got.text
     assert got.pre == ["1+1=", "3", "1+1=", "2"]
     assert "train.seed" in got.text
@@ -321,3 +323,18 @@ def test_a_folder_without_metrics_is_refused_and_left_alone(tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"metrics\.jsonl"):
         build(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_the_mismatch_by_depth_is_drawn_from_the_last_quarter(tmp_path: Path) -> None:
+    """x is the layer: three layers and two sites; the value of the last step only, of four."""
+    lines = []
+    for step in range(1, 5):
+        row: dict[str, object] = {"step": step, "kind": "train", "align/code_mismatch": 0.1, "gap/k3_kl": 1e-4}
+        for layer in range(3):
+            row[f"align/code_mismatch/{layer}/k"] = 0.01 * (layer + 1) * step
+            row[f"align/code_mismatch/{layer}/expert_in"] = 0.02
+        lines.append(json.dumps(row))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page = build(tmp_path).read_text()
+    assert "Codes that differ, by depth" in page
+    assert "codes of k that differ, from layer 0 on: 0.04 to 0.12" in page

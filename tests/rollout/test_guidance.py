@@ -332,17 +332,9 @@ def test_rows_cross_files_and_processes_without_pickle(family_folders: dict[str,
     assert t.guidance is not None
     g = t.guidance
     np.savez(tmp_path / "t.npz", rows=g.rows, kv=g.kv, layout=np.array(g.layout), version=g.version)
-        tmp_path / "t.npz",
-        rows=t.guidance.rows,
-        kv=t.guidance.kv,
-        layout=np.array(t.guidance.layout),
-        version=t.guidance.version,
-    )
     with np.load(tmp_path / "t.npz", allow_pickle=False) as data:
         version = int(data["version"])
         back = replace(g, rows=data["rows"], kv=data["kv"], layout=str(data["layout"]), version=version)
-            t.guidance, rows=data["rows"], kv=data["kv"], layout=str(data["layout"]), version=int(data["version"])
-        )
     a, b = guidance_of(t), guidance_of(replace(t, guidance=back))
     for place in a.bits:
         mine, theirs = a.at(*place), b.at(*place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from halfbyte.bench.experts import Routed
 from halfbyte.bench.operands import uneven
 from halfbyte.bench.quantise import Conversions
 from halfbyte.formats import Payload, PayloadBits, get_spec, payload_of, quantise
-from halfbyte.kernels import Kernels, PackedExperts, get
+from halfbyte.kernels import Kernels, PackedExperts, PackedLinear, get
 
 __all__ = ["guidance_cases"]
 
@@ -25,7 +25,8 @@ _BITS: tuple[PayloadBits, ...] = (4, 2, 1)
 
 def guidance_cases(kernels: Kernels, conversions: Conversions, routed: Routed) -> Iterator[Case]:
     """Per shape and bits: quantising with a payload beside quantising, and guided rounding beside quantising and beside the
-    learner's rounding without guidance (FP32, one global scale a token). Then experts that record beside experts that do not."""
+    learner's rounding without guidance (FP32, one global scale a token). Then linear and experts that
+    record beside those that do not."""
     for rows, columns, budget in conversions.shapes:
         generator = torch.Generator().manual_seed(rows + columns)
         rolled = uneven(rows, columns, generator)
@@ -33,8 +34,8 @@ def guidance_cases(kernels: Kernels, conversions: Conversions, routed: Routed) -
         inputs = copies(mine, mine.nbytes, budget, mine.clone)
         size = round(len(inputs) * mine.nbytes / 2**20, 1)
         facts = {"working_set_mib": size, "baseline_working_set_mib": size}
-        plain = [partial(kernels.quantise, x, _SPEC) for x in inputs]
-        unguided = [partial(kernels.fake_quantise, x, _SPEC) for x in inputs]
+        plain: list[Callable[[], object]] = [partial(kernels.quantise, x, _SPEC) for x in inputs]
+        unguided: list[Callable[[], object]] = [partial(kernels.fake_quantise, x, _SPEC) for x in inputs]
         case = partial(Case, n=0, k=columns, m=rows, facts=facts, elements=rows * columns, threads=conversions.threads)
         for bits in _BITS[1:]:
             yield case(
@@ -46,11 +47,7 @@ def guidance_cases(kernels: Kernels, conversions: Conversions, routed: Routed) -
             )
         for bits in _BITS:
             payload = kernels.quantise_with_payload(rolled, _SPEC, bits)[1]
-            baselines: tuple[tuple[str, list[partial[object]]], ...] = (
-                ("halfbyte quantise", [*plain]),
-                ("halfbyte fake_quantise", [*unguided]),
-            )
-            for name, theirs in baselines:
+            for name, theirs in (("halfbyte quantise", plain), ("halfbyte fake_quantise", unguided)):
                 yield case(
                     kernel=f"guided-round-{bits}",
                     ours=[partial(kernels.guided_round, x, payload) for x in inputs],
@@ -58,7 +55,30 @@ def guidance_cases(kernels: Kernels, conversions: Conversions, routed: Routed) -
                     theirs=theirs,
                     error=partial(_guided_error, kernels, mine, payload),
                 )
+    yield from _recorded_linear(kernels, routed)
     yield from _recorded_experts(kernels, routed)
+
+
+def _recorded_linear(kernels: Kernels, plan: Routed) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(66)
+    n, k = plan.intermediate, plan.hidden
+    w = kernels.pack_linear(
+        uneven(n, k, generator), "w4a4", weight_spec=get_spec("halfbyte"), activation_spec=_SPEC, name="linear"
+    )
+    size = round(w.nbytes / 2**20, 1)
+    for m in sorted({plan.tokens[0], plan.tokens[-1]}):
+        x = uneven(m, k, generator) * k**0.5
+        yield Case(
+            kernel="linear-recorded",
+            n=n,
+            k=k,
+            m=m,
+            ours=[partial(kernels.linear_recorded, x, w, 1)],
+            baseline="halfbyte linear",
+            theirs=[partial(kernels.linear, x, w)],
+            error=partial(_linear_error, kernels, x, w),
+            facts={"working_set_mib": size, "baseline_working_set_mib": size},
+        )
 
 
 def _recorded_experts(kernels: Kernels, plan: Routed) -> Iterator[Case]:
@@ -93,6 +113,12 @@ def _payload_error(kernels: Kernels, x: Tensor, bits: PayloadBits) -> float:
 
 def _guided_error(kernels: Kernels, x: Tensor, payload: Payload) -> float:
     return oracle.relative_error(kernels.guided_round(x, payload), get("reference").guided_round(x, payload))
+
+
+def _linear_error(kernels: Kernels, x: Tensor, w: PackedLinear) -> float:
+    output, payload = kernels.linear_recorded(x, w, 1)
+    exact = payload_of(quantise(x, _SPEC), 1).residues()
+    return max(oracle.relative_error(output, kernels.linear(x, w)), oracle.relative_error(payload.residues(), exact))
 
 
 def _recorded_error(kernels: Kernels, x: Tensor, ids: Tensor, gates: Tensor, w: PackedExperts) -> float:

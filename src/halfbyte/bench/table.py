@@ -108,20 +108,10 @@ def memory_table(rows: Sequence[MemoryRow]) -> Table:
 def trace_table(rows: Sequence[TraceRow]) -> Table:
     """One line a way of guiding; shares are of the first line of the same precision and products."""
     table = Table("model", "precision", "products", "method", title="gap of learner and rollout", title_justify="left")
-    for name in (
-        "bits",
-        "sites",
-        "layers",
-        "routes",
-        "k3 KL",
-        "of none",
-        "mean |gap|",
-        "of none",
-        "codes differ",
-        "bytes/token",
-        "step s",
-    ):
-        table.add_column(name, justify="left" if name in ("sites", "layers", "routes") else "right")
+    for name in ("bits", "sites", "layers", "routes"):
+        table.add_column(name)
+    for name in ("k3 KL", "of none", "mean |gap|", "of none", "codes differ", "bytes/token", "step s"):
+        table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             row.model,

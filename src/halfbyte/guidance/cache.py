@@ -139,7 +139,7 @@ class Shelf:
             return rows
         try:
             with tempfile.TemporaryFile(dir=self.folder, prefix=".guidance-") as file:
-                file.write(memoryview(np.ascontiguousarray(rows)))
+                np.ascontiguousarray(rows).tofile(file)
                 file.flush()
                 mapped = np.memmap(file, dtype=np.uint8, mode="r", shape=rows.shape)
         except OSError as error:

@@ -93,9 +93,19 @@ class Kernels(Protocol):
         asked: RMSNorm of the rows before (``norm [K]``); SwiGLU of the result (``gated``: ``[M, N / 2]``), ``residual`` added."""
         ...
 
-    def linear_codes(self, q: QuantTensor, w: PackedLinear) -> Tensor:
-        """:meth:`linear` of an input that is quantised already, ``q [M, K]`` by ``w.activation_spec`` (``w4a4``): the same bits
-        as from the tensor it came from."""
+    def linear_recorded(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        bits: PayloadBits,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Payload]:
+        """:meth:`linear` (``w4a4``) with what the codes of its input tell a learner in ``bits`` a value; the output has the
+        same bits."""
         ...
 
     def pack_experts(
@@ -131,6 +141,11 @@ class Kernels(Protocol):
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` of ``gate_up [M, 2I]``, gate first: ``[M, I]`` float32."""
+        ...
+
+    def route(self, logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        """Ids ``[T, k] int32`` of the largest of ``logits [T, E] float32`` (ties to the lower) and their gates ``[T, k]``:
+        softmax over the chosen ones (``normalise``) or over all."""
         ...
 
     # KV cache and attention

@@ -13,8 +13,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ConfigError, ShapeError, SpecMismatchError
-from halfbyte.formats import QuantSpec, QuantTensor, first_difference
+from halfbyte.errors import ConfigError, ShapeError
+from halfbyte.formats import QuantSpec, QuantTensor
 
 __all__ = [
     "ExpertsRecord",
@@ -24,7 +24,6 @@ __all__ = [
     "WeightStore",
     "check_around",
     "check_bias",
-    "check_codes",
     "check_input",
     "check_kind",
     "check_recordable",
@@ -149,21 +148,6 @@ def check_recordable(kind: LinearKind, name: str) -> None:
     """
     if kind != "w4a4":
         raise ConfigError(f"a {kind} product has no input codes", where=name, expected="w4a4")
-
-
-def check_codes(q: QuantTensor, w: PackedLinear) -> None:
-    """Raises:
-    ConfigError: ``w`` is not w4a4.
-    ShapeError: ``q`` is not ``[M, w.k]``.
-    SpecMismatchError: ``q`` was quantised by another rule than ``w.activation_spec``.
-    """
-    check_recordable(w.kind, w.name)
-    if len(q.shape) != 2 or q.shape[1] != w.k:
-        raise ShapeError(f"input codes have shape {q.shape}", where=w.name, expected=f"[M, {w.k}]")
-    assert w.activation_spec is not None
-    difference = first_difference(q.spec, w.activation_spec)
-    if difference is not None:
-        raise SpecMismatchError("input codes of another rule", where=f"{w.name}, {difference}", expected="one spec")
 
 
 def check_kind(

@@ -27,7 +27,7 @@ from halfbyte.learner.parameters import Parameters
 from halfbyte.learner.straight_through import fake_quantise, round_bf16
 from halfbyte.models.architecture import site_of
 from halfbyte.models.precision import Kind
-from halfbyte.models.routing import gates_for, route
+from halfbyte.models.routing import gates_for
 
 __all__ = ["AutogradExecution"]
 
@@ -96,11 +96,11 @@ class AutogradExecution:
     ) -> Tensor:
         """Projections that share an input, concatenated."""
         kinds = self.precision.kinds(site_of(f"{names[0]}.weight"))
-        rows = x if norm is None else self.norm(x, norm)
         guide = None
         if self.guidance is not None and (site := site_of_linear(names[0])) is not None:
             guide = self.guidance.at(int(names[0].split(".")[2]), site)
-        out = self._phased(rows, kinds, lambda rows, kind, which: self._project(rows, names, kind, _of(guide, which)))
+        rows = x if norm is None else self.norm(x, norm)
+        out = self._phased(rows, kinds, lambda part, kind, which: self._project(part, names, kind, _of(guide, which)))
         out = self._swiglu(out) if gated else out
         return out if residual is None else residual + out
 
@@ -143,13 +143,13 @@ class AutogradExecution:
     def experts(self, layer: int, x: Tensor) -> Tensor:
         """Routed experts; replayed routes where the batch has them, with gates from live router logits."""
         logits = self.linear(x, (f"model.layers.{layer}.mlp.gate",))
-        ids, _ = route(logits.detach(), self.arch.experts_per_token, normalise=self.arch.norm_topk_prob)
+        ids, _ = self.kernels.route(logits.detach(), self.arch.experts_per_token, normalise=self.arch.norm_topk_prob)
         chosen = ids.long()
         if self.batch.routes is not None:
             replayed = self.batch.routes[:, self._moe_index[layer]]
             chosen = torch.where(replayed >= 0, replayed, chosen)
         self.routes[layer], self.router_logits[layer] = chosen, logits
-        gates = gates_for(logits, chosen, normalise=self.arch.norm_topk_prob)
+        gates = self._gates(logits, chosen)
         kinds = self.precision.kinds("experts")
         inputs = middle = None
         if self.guidance is not None:
@@ -180,6 +180,9 @@ class AutogradExecution:
             out: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
             return out
         return function(x)
+
+    def _gates(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        return gates_for(logits, chosen, normalise=self.arch.norm_topk_prob)
 
     def _project(self, x: Tensor, names: tuple[str, ...], kind: Kind, guide: Guide | None) -> Tensor:
         rounded = self._activation(x, kind, names[0], x.shape[-1], guide)

@@ -34,6 +34,8 @@ class _Metric:
     y_range: tuple[float, float] | None = None
 
 
+_BY_LAYER = "align/code_mismatch/"
+
 _GAP = (
     _Metric(
         "Gap: learner minus rollout log-prob",
@@ -51,6 +53,19 @@ _GAP = (
         "Effective sample size",
         (("gap/ess", "share"),),
         "Of the importance weights between rollout and learner; 1 means every token counts fully.",
+    ),
+)
+_ALIGNMENT = (
+    _Metric(
+        "Codes that differ",
+        (("align/code_mismatch", "own rounding"), ("align/code_mismatch_guided", "under guidance")),
+        "Share of the learner's activation codes that are not the rollout's, on a sample of tokens.",
+        logarithmic=True,
+    ),
+    _Metric(
+        "Scales that differ",
+        (("align/scale_mismatch", "block scales"), ("align/unguided", "tokens without guidance")),
+        "Shares: block scales that are not the rollout's by the learner's own rounding; tokens without guidance.",
     ),
 )
 _POLICY = (
@@ -72,7 +87,8 @@ _OPTIMISER = (
 def panels(record: Record) -> list[Panel]:
     """All panels in reading order, also those without data (their ``svg`` is empty)."""
     out = [_reward(record), _accuracy(record)]
-    out += [_metric_panel(record, m) for m in _GAP]
+    out += [_metric_panel(record, m) for m in _GAP + _ALIGNMENT]
+    out += [_depth(record)]
     out += _mismatch(record)
     out += [_metric_panel(record, m) for m in _POLICY]
     out += [_time(record), _speed(record)]
@@ -153,6 +169,28 @@ def _metric_panel(record: Record, metric: _Metric) -> Panel:
     svg = line_chart(label, lines, y_range=metric.y_range, logarithmic=metric.logarithmic)
     legend = tuple((colour, text) for colour, text, _ in found) if len(metric.keys) > 1 else ()
     return Panel(metric.title, legend, metric.note, svg)
+
+
+def _depth(record: Record) -> Panel:
+    """The mismatch of every site over the layers, averaged over the last quarter of the run."""
+    rows = [values for _, values in record.train if any(key.startswith(_BY_LAYER) for key in values)]
+    found: dict[str, dict[int, list[float]]] = {}
+    for values in rows[-max(1, len(rows) // 4) :]:
+        for key, value in values.items():
+            layer, _, site = key.removeprefix(_BY_LAYER).partition("/")
+            if key.startswith(_BY_LAYER) and layer.isdigit() and len(layer) < 6:
+                found.setdefault(site, {}).setdefault(int(layer), []).append(value)
+    series = [
+        (site, [(float(layer), sum(v) / len(v)) for layer, v in sorted(by_layer.items())])
+        for site, by_layer in sorted(found.items())
+    ]
+    lines = [Line(points, i) for i, (_, points) in enumerate(series)]
+    label = "; ".join(
+        f"codes of {site} that differ, from layer 0 on: {number(p[0][1])} to {number(p[-1][1])}" for site, p in series
+    )
+    legend = tuple((i, site) for i, (site, _) in enumerate(series))
+    note = "Share of codes that the learner's own rounding would change, over the layers (x), last quarter of the run."
+    return Panel("Codes that differ, by depth", legend, note, line_chart(label, lines, logarithmic=True))
 
 
 def _time(record: Record) -> Panel:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import NumericsError
-from halfbyte.formats import QuantTensor
+from halfbyte.formats import PayloadBits, QuantTensor
 from halfbyte.guidance.cache import PassRecord
 from halfbyte.guidance.sites import site_of_linear
 from halfbyte.kernels import AttentionStep, Kernels, PackedExperts, PackedLinear
 from halfbyte.models.architecture import site_of
-from halfbyte.models.routing import route
 from halfbyte.rollout.pages import PagePool
 from halfbyte.rollout.weights import RolloutWeights
 
@@ -100,24 +99,12 @@ class PackedExecution:
     ) -> Tensor:
         """Projections that share an input, each row in its phase's precision."""
         kinds = self.precision.kinds(site_of(f"{names[0]}.weight"))
-        weights = [self.weights.linears[names, kind] for kind in kinds]
-        layer, site = self._recorded_site(names[0])
-        if len(kinds) == 1 and site is None:
-            return self.kernels.linear(
-                x,
-                weights[0],
-                norm=None if norm is None else self.weights.vectors[f"{norm}.weight"],
-                eps=self.arch.norm_eps,
-                gated=gated,
-                residual=residual,
-            )
-
-        def product(rows: Tensor, weight: PackedLinear, which: Tensor | None) -> Tensor:
-            if site is None:
-                return self.kernels.linear(rows, weight)
-            return self._recorded_linear(rows, weight, layer, site, which)
-
-        out = self._phased(x if norm is None else self.norm(x, norm), weights, product)
+        packed, place = [self.weights.linears[names, kind] for kind in kinds], self._recorded_place(names[0])
+        if len(packed) == 1:
+            weight = None if norm is None else self.weights.vectors[f"{norm}.weight"]
+            return self._project(x, packed[0], place, None, norm=weight, gated=gated, residual=residual)
+        rows = x if norm is None else self.norm(x, norm)
+        out = self._phased(rows, packed, lambda part, w, which: self._project(part, w, place, which))
         out = self.kernels.swiglu(out) if gated else out
         return out if residual is None else residual + out
 
@@ -135,7 +122,7 @@ class PackedExecution:
     def experts(self, layer: int, x: Tensor) -> Tensor:
         """Routed experts; the routes are written to the tokens' slots."""
         logits = self.linear(x, (f"model.layers.{layer}.mlp.gate",))
-        ids, gates = route(logits, self.arch.experts_per_token, normalise=self.arch.norm_topk_prob)
+        ids, gates = self.kernels.route(logits, self.arch.experts_per_token, normalise=self.arch.norm_topk_prob)
         self.pool.routes[self.batch.slots.numpy(), self._moe_index[layer]] = ids.numpy()
         packed = [self.weights.experts[layer, kind] for kind in self.precision.kinds("experts")]
         if len(packed) == 1:
@@ -188,23 +175,34 @@ class PackedExecution:
             self._note(done.inputs if site == "expert_in" else done.middle, layer, site, which)
         return done.output
 
-    def _recorded_site(self, name: str) -> tuple[int, str | None]:
-        """Layer of a projection, and its guidance site if the codes of its input are wanted."""
-        if self.record is None or (site := site_of_linear(name)) is None:
-            return -1, None
+    def _recorded_place(self, name: str) -> tuple[int, str, PayloadBits] | None:
+        """Layer, site and bits where the input of this projection is recorded."""
+        site = None if self.record is None else site_of_linear(name)
+        if self.record is None or site is None:
+            return None
         layer = int(name.split(".")[2])
-        return layer, site if self.record.bits(layer, site) is not None else None
-
-    def _recorded_linear(self, x: Tensor, weight: PackedLinear, layer: int, site: str, which: Tensor | None) -> Tensor:
-        if weight.activation_spec is None:  # not W4A4 in this phase
-            return self.kernels.linear(x, weight)
-        assert self.record is not None
         bits = self.record.bits(layer, site)
-        assert bits is not None
-        name = f"{weight.name} input"
-        q, payload = self.kernels.quantise_with_payload(x, weight.activation_spec, bits, name=name)
+        return None if bits is None else (layer, site, bits)
+
+    def _project(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        place: tuple[int, str, PayloadBits] | None,
+        which: Tensor | None,
+        *,
+        norm: Tensor | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """One product of the rows ``which`` (None: all), noting the codes of its input where ``place`` says so (W4A4)."""
+        eps = self.arch.norm_eps
+        if place is None or self.record is None or w.kind != "w4a4":
+            return self.kernels.linear(x, w, norm=norm, eps=eps, gated=gated, residual=residual)
+        layer, site, bits = place
+        out, payload = self.kernels.linear_recorded(x, w, bits, norm=norm, eps=eps, gated=gated, residual=residual)
         self.record.write(layer, site, payload, which)
-        return self.kernels.linear_codes(q, weight)
+        return out
 
     def _note(self, q: QuantTensor, layer: int, site: str, which: Tensor | None) -> None:
         assert self.record is not None

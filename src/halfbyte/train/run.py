@@ -24,6 +24,7 @@ from halfbyte.models.precision import precision_from
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.objective import delimiter_flags
 from halfbyte.rollout.engine import Engine, EngineOptions
+from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import make_alignment
 from halfbyte.train.collect import encode_prompt
 from halfbyte.train.run_folder import RunFolder, environment
@@ -78,7 +79,10 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
             expected=f"fewer than the model's {arch.max_positions} positions",
         )
     prompt_limit = min(config.env.max_prompt_tokens, room)
-    alignment, guidance = make_alignment(config.alignment, arch, rollout_precision, learner_precision)
+    if config.learner.execution == "native":  # both sides round alike: there is nothing to guide
+        alignment, guidance = None, Plan()
+    else:
+        alignment, guidance = make_alignment(config.alignment, arch, rollout_precision, learner_precision)
     longest = arch.max_positions if env.multi_turn else prompt_limit + config.rollout.max_tokens
     learner = Learner(
         arch,
@@ -93,6 +97,9 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         max_response_tokens=config.rollout.max_tokens,
         n_positions=longest,
         alignment=alignment,
+        pack=lambda tensors: RolloutWeights.pack(
+            arch, rollout_precision, tensors, kernels, version=0, n_positions=longest
+        ),
         delimiters=_delimiters(tokenizer, arch.vocab_size) if config.objective.segmenter == "delimiter" else None,
     )
     progress = Progress()

@@ -19,6 +19,7 @@ from halfbyte.rollout.engine import Engine
 from halfbyte.train.alignment import is_automatic
 from halfbyte.train.collect import collect
 from halfbyte.train.evaluate import evaluate
+from halfbyte.train.parity import explain, require_parity
 from halfbyte.train.progress import RunProgress
 from halfbyte.train.prompts import prompt_index
 from halfbyte.train.run_folder import RunFolder
@@ -166,6 +167,8 @@ class Trainer:
         rolled = time.perf_counter()
         rows = self._rows_to_save(trajectories)
         scored = time.perf_counter()
+        if config.learner.require_parity:
+            self._require_parity(trajectories)
         result = self.learner.step(trajectories, progress.step, progress.version)
         for note in result.warnings:
             if note not in self._said:
@@ -194,6 +197,16 @@ class Trainer:
             "time/step": time.perf_counter() - start,
         }
         return row
+
+    def _require_parity(self, trajectories: Sequence[Trajectory]) -> None:
+        """Before the update, so that nothing is lost."""
+        learner = self.learner
+        require_parity(
+            learner.score(trajectories),
+            trajectories,
+            self.progress.version,
+            lambda t: explain(self.engine.weights, learner.packed_weights(), learner.parameters, t),
+        )
 
     def _choose_guidance(self, display: RunProgress) -> None:
         """Once, after the first update: what ``auto`` keeps."""

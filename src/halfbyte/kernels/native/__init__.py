@@ -25,6 +25,7 @@ from halfbyte.kernels.native import linear as _linear
 from halfbyte.kernels.native import norm as _norm
 from halfbyte.kernels.native import quantise as _quantise
 from halfbyte.kernels.native import rope as _rope
+from halfbyte.kernels.native import routing as _routing
 from halfbyte.kernels.native import sampling as _sampling
 from halfbyte.kernels.native import swiglu as _swiglu
 from halfbyte.kernels.native.buffers import new_zeros
@@ -115,8 +116,18 @@ class NativeKernels:
     ) -> Tensor:
         return _linear.linear(self._isa, x, w, norm, eps, gated, residual)
 
-    def linear_codes(self, q: QuantTensor, w: PackedLinear) -> Tensor:
-        return _linear.linear_codes(self._isa, q, w)
+    def linear_recorded(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        bits: PayloadBits,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Payload]:
+        return _linear.linear_recorded(self._isa, x, w, bits, norm, eps, gated, residual)
 
     def pack_experts(
         self,
@@ -146,6 +157,9 @@ class NativeKernels:
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return _swiglu.swiglu(gate_up, isa=self._isa)
+
+    def route(self, logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        return _routing.route(logits, k, normalise=normalise, isa=self._isa)
 
     def new_kv_layer(
         self, n_pages: int, page_size: int, n_kv: int, head_dim: int, kind: KvKind, spec: QuantSpec | None = None

@@ -9,7 +9,7 @@ from halfbyte.errors import NumericsError, ShapeError
 from halfbyte.formats import QuantSpec, QuantTensor
 from halfbyte.kernels import _native
 from halfbyte.kernels.native.linear import PanelStore, pack_stack
-from halfbyte.kernels.native.quantise import quantise, rule_of
+from halfbyte.kernels.native.quantise import code_rows, empty_record, quantise, rule_of
 from halfbyte.kernels.reference.experts import merge_codes
 from halfbyte.kernels.reference.swiglu import swiglu
 from halfbyte.kernels.weights import (
@@ -90,7 +90,7 @@ def experts(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExp
         return _experts_by_codes(isa, x, expert_ids, gates, w).output
     bad = _native.experts(
         isa, w.gate_up.view, w.down.view, rule, w.n_experts, x.data_ptr(), expert_ids.data_ptr(), gates.data_ptr(),
-        tokens, slots, out.data_ptr(),
+        tokens, slots, out.data_ptr(), None, None,
     )  # fmt: skip
     _refuse_bad_row(bad, tokens, slots, w.name)
     return out
@@ -111,26 +111,14 @@ def experts_recorded(isa: int, x: Tensor, expert_ids: Tensor, gates: Tensor, w: 
     if rule is None or tokens * slots == 0:
         return _experts_by_codes(isa, x, expert_ids, gates, w)
     out = torch.empty(tokens, w.hidden)
-    inputs = _empty_codes((tokens, w.hidden), spec)
-    middle = _empty_codes((tokens, slots, w.intermediate), spec)
-    bad = _native.experts_recorded(
+    inputs, _ = empty_record((tokens, w.hidden), spec)
+    middle, _ = empty_record((tokens, slots, w.intermediate), spec)
+    bad = _native.experts(
         isa, w.gate_up.view, w.down.view, rule, w.n_experts, x.data_ptr(), expert_ids.data_ptr(), gates.data_ptr(),
-        tokens, slots, out.data_ptr(),
-        *(t.data_ptr() for q in (inputs, middle) for t in (q.codes, q.scales, q.global_scale)),
+        tokens, slots, out.data_ptr(), code_rows(inputs), code_rows(middle),
     )  # fmt: skip
     _refuse_bad_row(bad, tokens, slots, w.name)
     return ExpertsRecord(out, inputs, middle)
-
-
-def _empty_codes(shape: tuple[int, ...], spec: QuantSpec) -> QuantTensor:
-    lead, k = shape[:-1], shape[-1]
-    return QuantTensor(
-        torch.empty((*lead, k // 2), dtype=torch.uint8),
-        torch.empty((*lead, k // spec.block), dtype=torch.uint8),
-        torch.empty(lead if spec.global_scale == "token" else ()),
-        spec,
-        shape,
-    )
 
 
 def _refuse_bad_row(bad: int, tokens: int, slots: int, name: str) -> None:

@@ -13,6 +13,7 @@ from halfbyte.formats import Payload, PayloadBits, QuantTensor, payload_of
 from halfbyte.formats.global_scale import multiplier_pair
 from halfbyte.formats.residues import check_bits
 from halfbyte.kernels import _native
+from halfbyte.kernels.native.buffers import new_buffer
 from halfbyte.kernels.native.quantise import fake_quantise, rule_of
 from halfbyte.kernels.reference import guide as reference
 from halfbyte.kernels.weights import row_global_scale
@@ -48,7 +49,7 @@ def guided_round(
     g = multiplier_pair(payload.global_scale, spec)[0]
     g = g.contiguous() if g.dim() in (0, len(leading)) else row_global_scale(g, leading)
     mask = rows.contiguous() if rows is not None and native_rows else None
-    out = torch.empty(v.shape, dtype=v.dtype)
+    out = new_buffer(v.shape, v.dtype)
     bad = _native.guided_round(
         isa, rule, 0 if spec.format == "nvfp4" else 1, 0 if shift == 0 else payload.bits, (1.0 + shift) / 2.0,
         v.data_ptr(), v.dtype == torch.bfloat16, v.numel() // k, k, codes.data_ptr(), scales.data_ptr(), g.data_ptr(),

@@ -9,24 +9,25 @@ from torch import Tensor
 
 from halfbyte import formats
 from halfbyte.errors import ShapeError
-from halfbyte.formats import QuantSpec, QuantTensor
+from halfbyte.formats import Payload, PayloadBits, QuantSpec, QuantTensor
+from halfbyte.formats.residues import check_bits
 from halfbyte.kernels import _native
 from halfbyte.kernels.native.buffers import as_buffer, new_buffer
 from halfbyte.kernels.native.norm import rms_norm
-from halfbyte.kernels.native.quantise import quantise, rule_of
+from halfbyte.kernels.native.quantise import code_rows, empty_record, quantise, quantise_with_payload, rule_of
 from halfbyte.kernels.native.swiglu import swiglu
 from halfbyte.kernels.weights import (
     LinearKind,
     PackedLinear,
     check_around,
     check_bias,
-    check_codes,
     check_kind,
+    check_recordable,
     matrix_shape,
     row_global_scale,
 )
 
-__all__ = ["PanelStore", "linear", "linear_codes", "pack_linear", "pack_stack"]
+__all__ = ["PanelStore", "linear", "linear_recorded", "pack_linear", "pack_stack"]
 
 _KINDS: dict[str, int] = {"fp32": 0, "bf16": 1, "w4a16": 2, "w4a4": 3}
 _PANEL = 16
@@ -187,6 +188,36 @@ def linear(
     residual: Tensor | None = None,
 ) -> Tensor:
     """``x [M, K] float32 -> [M, N] float32``; definition and errors as in ``reference.linear.linear``."""
+    return _run(isa, x, w, None, norm, eps, gated, residual)[0]
+
+
+def linear_recorded(
+    isa: int,
+    x: Tensor,
+    w: PackedLinear,
+    bits: PayloadBits,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Payload]:
+    """:func:`linear` with the payload of its input; definition and errors as in ``reference.linear.linear_recorded``."""
+    check_recordable(w.kind, w.name)
+    y, payload = _run(isa, x, w, check_bits(bits), norm, eps, gated, residual)
+    assert payload is not None
+    return y, payload
+
+
+def _run(
+    isa: int,
+    x: Tensor,
+    w: PackedLinear,
+    bits: PayloadBits | None,
+    norm: Tensor | None,
+    eps: float,
+    gated: bool,
+    residual: Tensor | None,
+) -> tuple[Tensor, Payload | None]:
     store = w.store
     if not isinstance(store, PanelStore):
         raise ShapeError(
@@ -194,37 +225,40 @@ def linear(
         )
     width = check_around(x, w, norm, gated, residual)
     rule = None if w.activation_spec is None else rule_of(w.activation_spec)
-    if w.activation_spec is not None and rule is None:
+    if w.activation_spec is not None and (rule is None or (bits is not None and len(x) * width == 0)):
         rows = x if norm is None else rms_norm(x, norm, eps, isa=isa)
-        y = linear_codes(isa, quantise(isa, rows, w.activation_spec, name=f"{w.name} input"), w)
+        q, payload = quantise_with_payload(isa, rows, w.activation_spec, bits or 4, name=f"{w.name} input")
+        y = _by_codes(isa, q, w, store)
         if gated:
             y = swiglu(y, isa=isa)
-        return y if residual is None else residual + y
+        return y if residual is None else residual + y, None if bits is None else payload
     out = new_buffer((len(x), width))
     if out.numel() == 0:
-        return out
-    x = as_buffer(x)
-    norm, residual = (None if t is None else as_buffer(t) for t in (norm, residual))
+        return out, None
+    x, norm, residual = (
+        as_buffer(x),
+        None if norm is None else as_buffer(norm),
+        None if residual is None else as_buffer(residual),
+    )
     around = (0 if norm is None else norm.data_ptr(), eps, gated, 0 if residual is None else residual.data_ptr())
-    if _native.linear(isa, store.view, rule, x.data_ptr(), len(x), out.data_ptr(), *around) >= 0:
+    record = None
+    if bits is not None:
+        assert w.activation_spec is not None
+        record = empty_record((len(x), w.k), w.activation_spec, bits)
+    to = None if record is None else code_rows(*record)
+    if _native.linear(isa, store.view, rule, x.data_ptr(), len(x), out.data_ptr(), *around, to) >= 0:
         assert w.activation_spec is not None
         rows = x if norm is None else rms_norm(x, norm, eps, isa=isa)
         formats.quantise(rows, w.activation_spec, name=f"{w.name} input")  # raises, with the message of the definition
-    return out
+    return out, None if record is None else record[1]
 
 
-def linear_codes(isa: int, q: QuantTensor, w: PackedLinear) -> Tensor:
-    """``q [M, K]`` quantised by ``w.activation_spec -> [M, N] float32``; errors as in ``reference.linear.linear_codes``."""
-    check_codes(q, w)
-    store = w.store
-    if not isinstance(store, PanelStore):
-        raise ShapeError(
-            "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
-        )
-    rows = q.shape[0]
-    out = torch.empty(rows, w.n)
-    if rows and w.n:
-        g = row_global_scale(q.multiplier(), (rows,))
+def _by_codes(isa: int, q: QuantTensor, w: PackedLinear, store: PanelStore) -> Tensor:
+    out = torch.empty(q.shape[0], w.n)
+    if out.numel():
+        g = row_global_scale(q.multiplier(), q.shape[:1])
         codes, scales = q.codes.contiguous(), q.scales.contiguous()
-        _native.linear_codes(isa, store.view, codes.data_ptr(), scales.data_ptr(), g.data_ptr(), rows, out.data_ptr())
+        _native.linear_codes(
+            isa, store.view, codes.data_ptr(), scales.data_ptr(), g.data_ptr(), len(out), out.data_ptr()
+        )
     return out

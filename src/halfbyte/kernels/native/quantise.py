@@ -57,24 +57,39 @@ def quantise_with_payload(
         return q, payload_of(q, bits)
     v = x.detach().contiguous()
     leading, k = v.shape[:-1], v.shape[-1]
-    codes = new_buffer((*leading, k // 2), torch.uint8)
-    scales = torch.empty((*leading, k // spec.block), dtype=torch.uint8)
-    told = codes if bits == 4 else torch.empty((*leading, k * bits // 8), dtype=torch.uint8)
-    if global_scale is None:
-        stored = torch.empty(leading if spec.global_scale == "token" else ())
-        given, count = 0, 0
-    else:
-        stored = check_global(global_scale, tuple(leading), spec, name).contiguous()
-        given, count = stored.data_ptr(), stored.numel()
+    given, count = 0, 0
+    if global_scale is not None:
+        global_scale = check_global(global_scale, tuple(leading), spec, name).contiguous()
+        given, count = global_scale.data_ptr(), global_scale.numel()
+    q, payload = empty_record(tuple(v.shape), spec, bits, global_scale)
     bad = _native.quantise(
-        isa, rule, v.data_ptr(), v.dtype == torch.bfloat16, v.numel() // k, k, given, count,
-        codes.data_ptr(), scales.data_ptr(), stored.data_ptr() if global_scale is None else 0,
-        0 if bits == 4 else bits, told.data_ptr(),
+        isa, rule, v.data_ptr(), v.dtype == torch.bfloat16, v.numel() // k, k, given, count, code_rows(q, payload),
     )  # fmt: skip
     if bad >= 0:
         formats.quantise(x, spec, global_scale=global_scale, name=name)  # raises, with the message of the definition
-    shape = tuple(x.shape)
-    return QuantTensor(codes, scales, stored, spec, shape), Payload(told, scales, stored, spec, bits, shape)
+    return q, payload
+
+
+def empty_record(
+    shape: tuple[int, ...], spec: QuantSpec, bits: PayloadBits = 4, global_scale: Tensor | None = None
+) -> tuple[QuantTensor, Payload]:
+    """Uninitialised codes of ``shape`` and their payload, for a kernel to write (4 bits share the memory of the codes); the
+    global scale too unless it is given."""
+    lead, k = shape[:-1], shape[-1]
+    codes = new_buffer((*lead, k // 2), torch.uint8)
+    told = codes if bits == 4 else torch.empty((*lead, k * bits // 8), dtype=torch.uint8)
+    scales = torch.empty((*lead, k // spec.block), dtype=torch.uint8)
+    g = torch.empty(lead if spec.global_scale == "token" else ()) if global_scale is None else global_scale
+    return QuantTensor(codes, scales, g, spec, shape), Payload(told, scales, g, spec, bits, shape)
+
+
+def code_rows(q: QuantTensor, payload: Payload | None = None) -> _native.CodeRows:
+    """Where a kernel writes such a record; the tensors have to outlive the call."""
+    bits = 4 if payload is None else payload.bits
+    told = 0 if payload is None else payload.codes.data_ptr()
+    return _native.CodeRows(
+        q.codes.data_ptr(), q.scales.data_ptr(), q.global_scale.data_ptr(), 0 if bits == 4 else bits, told
+    )
 
 
 def dequantise(isa: int, q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -20,6 +20,7 @@ from halfbyte.kernels.reference import linear as _linear
 from halfbyte.kernels.reference import norm as _norm
 from halfbyte.kernels.reference import quantise as _quantise
 from halfbyte.kernels.reference import rope as _rope
+from halfbyte.kernels.reference import routing as _routing
 from halfbyte.kernels.reference import sampling as _sampling
 from halfbyte.kernels.reference import swiglu as _swiglu
 from halfbyte.kernels.reference.sampling import Sampled
@@ -85,8 +86,18 @@ class ReferenceKernels:
     ) -> Tensor:
         return _linear.linear(x, w, norm, eps, gated, residual)
 
-    def linear_codes(self, q: QuantTensor, w: PackedLinear) -> Tensor:
-        return _linear.linear_codes(q, w)
+    def linear_recorded(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        bits: PayloadBits,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Payload]:
+        return _linear.linear_recorded(x, w, bits, norm, eps, gated, residual)
 
     def pack_experts(
         self,
@@ -116,6 +127,9 @@ class ReferenceKernels:
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return _swiglu.swiglu(gate_up)
+
+    def route(self, logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        return _routing.route(logits, k, normalise=normalise)
 
     def new_kv_layer(
         self, n_pages: int, page_size: int, n_kv: int, head_dim: int, kind: KvKind, spec: QuantSpec | None = None

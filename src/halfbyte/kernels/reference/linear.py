@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ShapeError
-from halfbyte.formats import QuantSpec, QuantTensor, decode_e2m1, quantise, unpack_codes
+from halfbyte.formats import Payload, PayloadBits, QuantSpec, QuantTensor, decode_e2m1, quantise, unpack_codes
+from halfbyte.kernels.reference.guide import quantise_with_payload
 from halfbyte.kernels.reference.norm import rms_norm
 from halfbyte.kernels.reference.swiglu import swiglu
 from halfbyte.kernels.weights import (
@@ -30,13 +31,13 @@ from halfbyte.kernels.weights import (
     PackedLinear,
     check_around,
     check_bias,
-    check_codes,
     check_kind,
+    check_recordable,
     matrix_shape,
     row_global_scale,
 )
 
-__all__ = ["RowStore", "linear", "linear_codes", "matrix_product", "pack_linear", "row_store"]
+__all__ = ["RowStore", "linear", "linear_recorded", "matrix_product", "pack_linear", "row_store"]
 
 _CHUNK = 1 << 24  # elements of the block dots held at once
 
@@ -212,22 +213,36 @@ def linear(
             "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
         )
     rows = x.detach() if norm is None else rms_norm(x.detach(), norm, eps)
-    y = matrix_product(rows, w.store, w.kind, w.activation_spec, w.name)
-    y = y if w.bias is None else y + w.bias
-    y = swiglu(y) if gated else y
-    return y if residual is None else residual + y
+    return _after(matrix_product(rows, w.store, w.kind, w.activation_spec, w.name), w, gated, residual)
 
 
-def linear_codes(q: QuantTensor, w: PackedLinear) -> Tensor:
-    """``q [M, K]`` quantised by ``w.activation_spec -> [M, N] float32``, the bits of :func:`linear` of what ``q`` came from.
+def linear_recorded(
+    x: Tensor,
+    w: PackedLinear,
+    bits: PayloadBits,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Payload]:
+    """:func:`linear` with the payload of its input (after the norm).
 
     Raises:
-        ConfigError, ShapeError, SpecMismatchError: see :func:`halfbyte.kernels.weights.check_codes`.
+        ConfigError: ``w`` is not w4a4, or bits other than 4, 2 and 1. Otherwise as :func:`linear`.
     """
-    check_codes(q, w)
+    check_recordable(w.kind, w.name)
+    check_around(x, w, norm, gated, residual)
     if not isinstance(w.store, RowStore):
         raise ShapeError(
             "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
         )
-    y = w4a4_product(q, w.store)
-    return y if w.bias is None else y + w.bias
+    assert w.activation_spec is not None
+    rows = x.detach() if norm is None else rms_norm(x.detach(), norm, eps)
+    q, payload = quantise_with_payload(rows, w.activation_spec, bits, name=f"{w.name} input")
+    return _after(w4a4_product(q, w.store), w, gated, residual), payload
+
+
+def _after(y: Tensor, w: PackedLinear, gated: bool, residual: Tensor | None) -> Tensor:
+    y = y if w.bias is None else y + w.bias
+    y = swiglu(y) if gated else y
+    return y if residual is None else residual + y
