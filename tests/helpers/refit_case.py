@@ -75,7 +75,7 @@ class EngineHooks(Hooks):
     @property
     def serving(self) -> bool:
         """Whether tokens are being drawn."""
-        return self.events.count("pause") == self.events.count("resume")
+        return [event for event in ("resume", *self.events) if event != "invalidate"][-1] == "resume"
 
     def pause(self) -> None:
         self.events.append("pause")

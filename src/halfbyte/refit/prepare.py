@@ -84,7 +84,7 @@ def target_state(target: Target, names: Names, block: int, threads: int = 1) -> 
 def audit(target: Target, names: Names, state: StateHash, threads: int = 1) -> dict[str, tuple[int, ...]]:
     """Blocks whose bytes are not those of ``state``: tensor -> block numbers (all of them where the layout differs)."""
     found = target_state(target, names, state.block, threads)
-    return {name: blocks for name, blocks in state.differences(found).items()}
+    return state.differences(found)
 
 
 @dataclass

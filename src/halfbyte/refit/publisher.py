@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from halfbyte.refit.draft import Draft, Row, changed_rows, delta_row, pack, whol
 from halfbyte.refit.errors import CorruptError, RewoundError, StoreError
 from halfbyte.refit.head import Head
 from halfbyte.refit.history import History
-from halfbyte.refit.leases import Lease, drop_lease, write_lease
+from halfbyte.refit.keys import manifest_key, object_key
 from halfbyte.refit.manifest import Kind, Manifest, ObjectRef, Signer
 from halfbyte.refit.parallel import each, worker_threads
 from halfbyte.refit.patch import Stamp, Update
@@ -141,7 +141,6 @@ class Publisher:
             clock,
         )
         self.threads = worker_threads()
-        self._name = f"publisher-{run}"[:100]
         self._disk, self._folder = disk or Disk(), baseline
         self._unsure: _Next | None = None  # its swap had no answer
         self._reign = Reign(store, run, read_back=self.options.read_back)
@@ -243,7 +242,7 @@ class Publisher:
             self.store,
             self._target,
             folder=self._folder and self._folder / "journal",
-            name=self._name,
+            name=f"{self._reign.name[:90]}.baseline",
             run=self.run,
             signer=self.signer,
             audit_anchors=False,
@@ -337,7 +336,7 @@ class Publisher:
     def _put(self, draft: Draft) -> None:
         """Objects first, then the manifest that names them; all under a lease until HEAD does."""
         digest = draft.manifest.digest()
-        write_lease(self.store, Lease(self._name, (digest,), tuple(draft.objects)))
+        self._reign.promise([manifest_key(digest), *map(object_key, draft.objects)])
         each(lambda item: self._reign.put_object(*item), list(draft.objects.items()), self.threads)
         self._reign.put_manifest(digest, draft.data)
 
@@ -360,7 +359,7 @@ class Publisher:
             edges = [draft.edge(base) for draft, base in self._extra_ways()]
             if edges:
                 self._reign.swap(edges)
-            drop_lease(self.store, self._name)
+            self._reign.kept()
         except StoreError as error:
             return str(error).split("\n", 1)[0]
         return ""

@@ -22,6 +22,7 @@ from halfbyte.refit.errors import (
 )
 from halfbyte.refit.head import Catalogue, Edge, Head, is_run_name, read_catalogue, read_head
 from halfbyte.refit.keys import HEAD, catalogue_key, manifest_key, object_key
+from halfbyte.refit.leases import Lease, drop_lease, write_lease
 from halfbyte.refit.store.protocol import Store
 
 __all__ = ["Reign"]
@@ -44,10 +45,13 @@ class Reign:
         if not is_run_name(run):
             raise LayoutError(f"{run!r} is not a run's name", expected="letters, digits, dots, dashes, underscores")
         self.store, self.run, self.read_back = store, run, read_back
+        self.name = f"publisher-{run}"[:100]
+        self._promised: tuple[str, ...] = ()  # keys put that HEAD does not reach yet
         found, owner = read_head(store), f"{socket.gethostname()}:{os.getpid()}"
         tag: str | None = None
         if found is None:
             self.catalogue = Catalogue(run)
+            self.promise([catalogue_key(self.catalogue.digest)])
             self._put(catalogue_key(self.catalogue.digest), self.catalogue.to_bytes())
             head = Head(run, 1, 0, None, "", "", self.catalogue.digest, owner)
         else:
@@ -130,6 +134,16 @@ class Reign:
         size = sum(e.bytes for e in main if e is not None)
         return version > last.version and ((0 < every <= version - last.version) or size > chain * last.bytes)
 
+    def promise(self, keys: Sequence[str]) -> None:
+        """Keep keys from garbage collection until HEAD reaches them."""
+        self._promised += tuple(keys)
+        write_lease(self.store, Lease(self.name, keys=self._promised))
+
+    def kept(self) -> None:
+        """HEAD reaches all that was promised (or never will)."""
+        self._promised = ()
+        drop_lease(self.store, self.name)
+
     def put_object(self, digest: str, data: bytes) -> None:
         """Put an object under its content hash."""
         self._put(object_key(digest), data)
@@ -149,6 +163,7 @@ class Reign:
 
     def _write(self, head: Head, catalogue: Catalogue) -> None:
         head = replace(head, serial=self.head.serial + 1, catalogue=catalogue.digest)
+        self.promise([catalogue_key(catalogue.digest)])
         self._put(catalogue_key(catalogue.digest), catalogue.to_bytes())
         self._tag = self.store.swap(HEAD, head.to_bytes(), self._tag)
         self.head, self.catalogue = head, catalogue

@@ -97,7 +97,6 @@ class ArraysTarget:
                 self._write(change, "new", checked=True)
             else:
                 self._exchange(change)
-        self._flush(update)
         self._stamp = update.target
 
     def rollback(self, update: Update) -> None:
@@ -120,6 +119,7 @@ class ArraysTarget:
 
     def discard(self, update: Update) -> None:
         """See :class:`~halfbyte.refit.target.Target`."""
+        self._flush(update)  # not in the pause: until the subscriber's log is dropped, it makes good what is lost
         self._built.clear()
         self._removed.clear()
 
