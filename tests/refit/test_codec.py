@@ -102,7 +102,13 @@ def test_trl_low_byte_detector_and_float_comparison_every_pattern_of_16_bits_to_
     """Sign flips, 0.0 to -0.0, NaN payloads, Inf, subnormals: all 65,536 patterns move to a neighbour, their negative, a NaN."""
     use, all_bits = kernels(name), np.arange(1 << 16, dtype=np.uint16)
     for dtype in ("BF16", "F16", "U16", "I16"):
-        for other in (all_bits ^ 0x8000, all_bits ^ 1, np.roll(all_bits, 1), np.full_like(all_bits, 0x7FC1), all_bits ^ 0xFFFF):
+        for other in (
+            all_bits ^ 0x8000,
+            all_bits ^ 1,
+            np.roll(all_bits, 1),
+            np.full_like(all_bits, 0x7FC1),
+            all_bits ^ 0xFFFF,
+        ):
             base, target = all_bits.view(np.uint8), other.view(np.uint8)
             delta = encode(dtype, base, target, block=1 << 12, with_kernels=use)
             assert delta.changed == int((all_bits != other).sum())
@@ -352,7 +358,10 @@ def test_known_base_hashes_are_used_and_checked_for_their_number() -> None:
     base = bits_of("BF16", 1024, rng)
     target = changed_at("BF16", base, np.arange(0, 1024, 100), rng, 1)
     hashes = block_hashes("BF16", base, 256)
-    assert encode("BF16", base, target, block=256, base_hashes=hashes).to_bytes() == encode("BF16", base, target, block=256).to_bytes()
+    assert (
+        encode("BF16", base, target, block=256, base_hashes=hashes).to_bytes()
+        == encode("BF16", base, target, block=256).to_bytes()
+    )
     with pytest.raises(RefitError, match="3 block hashes for 4 blocks"):
         encode("BF16", base, target, block=256, base_hashes=hashes[:3])
 
