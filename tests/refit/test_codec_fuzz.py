@@ -35,7 +35,9 @@ def example(profile: str) -> tuple[Bytes, Bytes, TensorDelta]:
         places = block * BLOCK + np.flatnonzero(rng.random(BLOCK) < share)
         steps = np.where(rng.random(places.size) < 0.1, 3000, 1)
         target[places] += steps.astype(np.uint16)
-    small = 3 * BLOCK + np.flatnonzero((base[3 * BLOCK : 4 * BLOCK] >> 7 & 255) < 119)  # what exponent classes are good at
+    small = 3 * BLOCK + np.flatnonzero(
+        (base[3 * BLOCK : 4 * BLOCK] >> 7 & 255) < 119
+    )  # what exponent classes are good at
     target[small] = base[small] + 1
     target[5 * BLOCK : 6 * BLOCK] = 0
     target[6 * BLOCK :] = np.arange(BLOCK) // 2
