@@ -34,9 +34,9 @@ __all__ = ["WeightPath"]
 
 #: Versions between two collections of what no reader needs any more.
 COLLECT_EVERY = 64
-#: The objects were decoded before HEAD names them, and a local file that was written can be read. Skips come from a history
-#: that does not grow with the model: a run's memory belongs to the learner.
-OPTIONS = PublishOptions(read_back=False, skip_levels=3, history_bytes=64 << 20)
+#: The objects were decoded before HEAD names them, and a local file that was written can be read. Full versions bound what a late
+#: reader fetches; skips would cost every step a quarter of its publication, and memory.
+OPTIONS = PublishOptions(read_back=False, skip_levels=0)
 
 
 class _Unsynced(Disk):
