@@ -125,7 +125,7 @@ def _candidates(
     """(kind, coding, streams) worth compressing, in the order in which ties are decided."""
     elements = base.size * 8 // element.bits
     if use.is_fill(element, target):
-        one = target[: element.size] if element.bits >= 8 else target[:1] & 15
+        one: Bytes = target[: element.size] if element.bits >= 8 else target[:1] & np.uint8(15)
         yield BlockKind.FILL, Coding.PLAIN, (one,)
         return
     if marked is not None:
