@@ -10,7 +10,7 @@ import numpy as np
 
 from halfbyte.refit.adapters.arrays import ArraysTarget, Hooks
 from halfbyte.refit.patch import Stamp
-from halfbyte.refit.publisher import PublishOptions
+from halfbyte.refit.publisher import Publisher, PublishOptions
 
 #: Blocks so small that every tensor has several.
 OPTIONS = PublishOptions(block=256, anchor_every=8, skip_levels=3, object_bytes=4000)
@@ -63,6 +63,16 @@ def zeros_like(weights: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndar
 def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Same names and the same bytes under each."""
     return a.keys() == b.keys() and all(np.asarray(a[name]).tobytes() == np.asarray(b[name]).tobytes() for name in a)
+
+
+def publish_versions(store: Any, trainer: Trainer, count: int, options: PublishOptions = OPTIONS) -> Publisher:
+    """A publisher that has published ``count`` versions, with a step of the trainer between them."""
+    publisher = Publisher(store, "run", options=options)
+    for n in range(count):
+        if n:
+            trainer.step()
+        publisher.publish(trainer.weights)
+    return publisher
 
 
 class EngineHooks(Hooks):
