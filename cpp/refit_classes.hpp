@@ -16,15 +16,6 @@ struct ClassOf {
     int operator()(const uint8_t* base, int64_t i) const { return int(E::get(base, i) >> shift) & mask; }
 };
 
-// Classes of up to kChunk elements from `begin` on, one a byte; the rest of the last 64 stays what it is.
-template <class E>
-inline void read_ids(ClassOf<E> class_of, const uint8_t* base, int64_t begin, int64_t end, uint8_t* ids) {
-    for (int64_t i = begin; i < end; ++i) ids[i - begin] = uint8_t(class_of(base, i));
-}
-
-// The bits of a word that belong to elements before `end`.
-inline uint64_t before_end(int64_t i, int64_t end) { return end - i >= 64 ? ~uint64_t{0} : (uint64_t{1} << (end - i)) - 1; }
-
 // Low bits of the gaps of a class: the largest k with 2^k * 2.375 <= mean gap, in integers.
 inline int low_bits(int64_t members, int64_t changed) {
     int k = 0;
@@ -63,46 +54,24 @@ class BitWriter {
 template <class E>
 void into_classes(ClassOf<E> class_of, const uint8_t* base, int64_t n, const RefitStreams& plain, RefitStreams& out, RefitClasses& classes) {
     using T = typename E::T;
-    // Which classes have changes: only their members are counted.
-    std::vector<uint32_t> places(size_t(plain.changed)), ranks(size_t(plain.changed)), members(kClasses, 0);
-    std::vector<uint8_t> ids(size_t(plain.changed)), used;
-    bool is_used[kClasses] = {};
-    int64_t i = 0;
+    // Members of each class so far; four counters take turns, since the same class often follows itself.
+    std::vector<uint32_t> seen(4 * kClasses, 0), ranks(size_t(plain.changed));
+    std::vector<uint8_t> ids(size_t(plain.changed));
+    int64_t reached = 0, i = 0;
+    const auto count_to = [&](int64_t end) {
+        for (; reached < end; ++reached) ++seen[size_t((reached & 3) * kClasses + class_of(base, reached))];
+    };
+    const auto members = [&](int id) {
+        const size_t c = size_t(id);
+        return seen[c] + seen[kClasses + c] + seen[2 * kClasses + c] + seen[3 * kClasses + c];
+    };
     for_gaps(plain.where, plain.changed, [&](int64_t position) {
+        count_to(position);
         const int id = class_of(base, position);
-        places[size_t(i)] = uint32_t(position);
-        ids[size_t(i++)] = uint8_t(id);
-        is_used[id] = true;
+        ids[size_t(i)] = uint8_t(id);
+        ranks[size_t(i++)] = members(id);
     });
-    for (int id = 0; id < kClasses; ++id)
-        if (is_used[id]) used.push_back(uint8_t(id));
-    // Class by class over a chunk: a word of 64 elements at a time, for which a mask says who is in the class.
-    uint8_t chunk[kChunk] = {};
-    size_t first_mark = 0;
-    for (int64_t begin = 0; begin < n; begin += kChunk) {
-        const int64_t end = std::min(n, begin + kChunk);
-        read_ids<E>(class_of, base, begin, end, chunk);
-        size_t end_mark = first_mark;
-        while (end_mark < places.size() && places[end_mark] < end) ++end_mark;
-        for (const uint8_t id : used) {
-            uint32_t seen[kChunk / 64 + 1];  // members before each word
-            uint64_t masks[kChunk / 64];
-            seen[0] = members[id];
-            int words = 0;
-            for (int64_t j = begin; j < end; j += 64, ++words) {
-                masks[words] = equal64(chunk + (j - begin), id) & before_end(j, end);
-                seen[words + 1] = seen[words] + uint32_t(__builtin_popcountll(masks[words]));
-            }
-            for (size_t m = first_mark; m < end_mark; ++m) {
-                if (ids[m] != id) continue;
-                const uint32_t at = places[m] - uint32_t(begin);
-                const uint64_t below = masks[at / 64] & ((uint64_t{1} << at % 64) - 1);
-                ranks[m] = seen[at / 64] + uint32_t(__builtin_popcountll(below));
-            }
-            members[id] = seen[words];
-        }
-        first_mark = end_mark;
-    }
+    count_to(n);
 
     std::vector<ClassPart> parts(kClasses);
     for (const uint8_t id : ids) ++parts[id].changed;
@@ -113,7 +82,7 @@ void into_classes(ClassOf<E> class_of, const uint8_t* base, int64_t n, const Ref
         part.first = first;
         first += part.changed;
         count += part.changed > 0;
-        part.k = low_bits(members[size_t(id)], part.changed);
+        part.k = low_bits(members(id), part.changed);
     }
     // Changes in class order: rank, code, wide value.
     std::vector<uint32_t> rank_of(size_t(plain.changed));
@@ -249,50 +218,29 @@ bool out_of_classes(ClassOf<E> class_of, const uint8_t* base, int64_t n, const R
     }
     if (quotient != quotient_end || wide != in.wide_count || !values_agree<E>(in)) return false;
 
-    // Walk the base in chunks: each class counts down to its next mark, a word of 64 elements at a time.
-    std::vector<int64_t> left(kClasses, 0), open(kClasses, 0);
+    // Walk the base: each class counts down to its next mark.
+    std::vector<int64_t> left(kClasses, INT64_MAX);
+    std::vector<int64_t> open(kClasses, 0);
     for (const int id : order) {
         left[size_t(id)] = readers[size_t(id)].next();
         open[size_t(id)] = parts[size_t(id)].changed;
-        if (readers[size_t(id)].bad) return false;
     }
     uint8_t* gap = plain.where;
-    uint8_t chunk[kChunk] = {};
-    uint32_t next = 0, found[kChunk + 64];
-    int64_t marks = 0;
+    int64_t next = 0, marks = 0;
     plain.wide_count = 0;
-    for (int64_t begin = 0; begin < n; begin += kChunk) {
-        const int64_t end = std::min(n, begin + kChunk);
-        read_ids<E>(class_of, base, begin, end, chunk);
-        uint64_t marked[kChunk / 64] = {};
-        for (const int number : order) {
-            const size_t id = size_t(number);
-            int64_t until = left[id], more = open[id];
-            for (int64_t j = begin; j < end && more > 0; j += 64) {
-                const uint64_t mask = equal64(chunk + (j - begin), uint8_t(id)) & before_end(j, end);
-                const int64_t count = __builtin_popcountll(mask);
-                int64_t passed = 0;  // members of this word before the one that is next
-                while (until < count - passed) {
-                    passed += until;
-                    marked[(j - begin) / 64] |= uint64_t{1} << nth_bit(mask, passed++);
-                    if (--more == 0) break;
-                    until = readers[id].next();
-                    if (readers[id].bad) return false;
-                }
-                until -= count - passed;
-            }
-            left[id] = until;
-            open[id] = more;
-        }
-        int64_t count = 0;
-        for (int64_t j = begin; j < end; j += 64) count += bit_numbers(marked[(j - begin) / 64], uint32_t(j), found + count);
-        gap = write_gaps(found, count, next, gap);
-        for (int64_t j = 0; j < count; ++j) {
-            ClassPart& part = parts[chunk[found[j] - begin]];
-            const uint8_t code = code_of[size_t(part.first++)];
-            plain.values[marks++] = code;
-            if (code == kEscape) store<T>(plain.wide + E::kSize * plain.wide_count++, load<T>(in.wide + E::kSize * part.wide++));
-        }
+    for (int64_t i = 0; i < n; ++i) {
+        const size_t id = size_t(class_of(base, i));
+        if (__builtin_expect(left[id]-- != 0, 1)) continue;
+        ClassPart& part = parts[id];
+        int64_t skip = i - next;
+        next = i + 1;
+        for (; skip >= kSkip; skip -= kSkip) *gap++ = kSkip;
+        *gap++ = uint8_t(skip);
+        const uint8_t code = code_of[size_t(part.first++)];
+        plain.values[marks++] = code;
+        if (code == kEscape) store<T>(plain.wide + E::kSize * plain.wide_count++, load<T>(in.wide + E::kSize * part.wide++));
+        left[id] = --open[id] > 0 ? readers[id].next() : INT64_MAX;
+        if (readers[id].bad) return false;
     }
     if (marks != in.changed) return false;
     plain.changed = marks;
