@@ -65,7 +65,7 @@ def train_row(step: int, **values: float) -> dict[str, Any]:
 
 def full_row(step: int) -> dict[str, Any]:
     keys = "accuracy/train gap/mean_abs gap/p99_abs gap/max_abs gap/k3_kl gap/ess entropy/mean length/mean length/max "
-    keys += "time/rollout time/reward time/learner time/publish optim/lr optim/grad_norm loss/policy ratio/clipped_low "
+    keys += "time/rollout time/reward time/learner time/publish refit/changed refit/bytes optim/lr optim/grad_norm loss/policy ratio/clipped_low "
     keys += "ratio/clipped_high ratio/clipped_dual tokens/rollout"
     return train_row(step, **{key: 0.1 * (i + 1) for i, key in enumerate(keys.split())})
 
