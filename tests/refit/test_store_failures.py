@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from refit_case import OPTIONS, Trainer, arrays_target, publish_versions, same, zeros_like
 
@@ -9,6 +11,7 @@ from halfbyte.errors import RefitError
 from halfbyte.refit.errors import (
     CorruptError,
     FencedError,
+    StoreConflictError,
     StoreUnavailableError,
 )
 from halfbyte.refit.manifest import Signer
@@ -101,6 +104,41 @@ def test_a_swap_whose_answer_was_lost_is_found_again(trainer: Trainer) -> None:
     assert publisher.publish(trainer.weights).stamp.version == 2  # version 1 was published after all
     target = arrays_target(zeros_like(trainer.weights))
     Subscriber(memory, target).refit()
+    assert same(target.arrays, trainer.weights)
+
+
+def test_a_swap_that_comes_through_after_it_was_given_up(trainer: Trainer) -> None:
+    """A request that was delayed for minutes lands between two publications: no version gets two contents."""
+    late: list[bytes] = []
+    memory = MemoryStore()
+
+    class Delaying(FaultyStore):
+        def swap(self, key: str, data: Any, expected: str | None) -> str:
+            if late == [b"next"]:
+                late[:] = [bytes(data), str(expected).encode()]
+                raise StoreUnavailableError("no answer")
+            if len(late) == 2:
+                ghost, tag = late
+                late.clear()
+                memory.swap(key, ghost, tag.decode())
+            return memory.swap(key, data, expected)
+
+    publisher = publish_versions(Delaying(memory), trainer, 2)
+    target = arrays_target(zeros_like(trainer.weights))
+    subscriber = Subscriber(memory, target)
+    subscriber.refit()
+    trainer.step()
+    late.append(b"next")
+    with pytest.raises(StoreUnavailableError):
+        publisher.publish(trainer.weights)
+    ghost = trainer.copy()
+    trainer.step()
+    with pytest.raises(StoreConflictError, match="thought lost"):
+        publisher.publish(trainer.weights)
+    assert subscriber.refit().target.version == 2
+    assert same(target.arrays, ghost)
+    assert publisher.publish(trainer.weights).stamp.version == 3
+    assert subscriber.refit().kinds == ("delta",)
     assert same(target.arrays, trainer.weights)
 
 

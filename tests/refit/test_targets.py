@@ -257,6 +257,24 @@ def test_a_folder_can_begin_with_nothing_and_change_its_tensors(tmp_path: Path) 
     assert same(read_checkpoint(current), trainer.weights)
 
 
+def test_a_damaged_folder_is_repaired_in_a_copy(tmp_path: Path) -> None:
+    trainer, store = Trainer(), MemoryStore()
+    Publisher(store, "run", options=OPTIONS).publish(trainer.weights)
+    root = tmp_path / "out"
+    Subscriber(store, FolderTarget(root), folder=tmp_path / "state").refit()
+    assert Subscriber(store, FolderTarget(root), folder=tmp_path / "state").refit() is None
+    for _ in range(2):
+        path = root / "current" / "model.safetensors"
+        place = read_shard(path)["layers.0.weight"].begin
+        data = bytearray(path.read_bytes())
+        data[place + 100] ^= 1
+        path.resolve().write_bytes(data)
+        refit = Subscriber(store, FolderTarget(root), folder=tmp_path / "state").refit()
+        assert (refit.kinds, refit.repaired_blocks) == ((), 1)
+        assert refit.fetched_bytes < trainer.bytes
+        assert same(read_checkpoint(root / "current"), trainer.weights)
+
+
 def test_a_folder_goes_back_when_its_server_fails(tmp_path: Path) -> None:
     trainer, store = Trainer(), MemoryStore()
     publisher = Publisher(store, "run", options=OPTIONS)

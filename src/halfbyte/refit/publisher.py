@@ -18,14 +18,15 @@ from halfbyte.refit.baseline import baseline_target
 from halfbyte.refit.codec import BLOCK, Profile
 from halfbyte.refit.disk import Disk
 from halfbyte.refit.draft import Draft, Row, changed_rows, delta_row, pack, whole_rows
-from halfbyte.refit.errors import CorruptError, RewoundError, StoreError
+from halfbyte.refit.errors import CorruptError, FencedError, RewoundError, StoreConflictError, StoreError
+from halfbyte.refit.fold import prepare_update
 from halfbyte.refit.head import Head
 from halfbyte.refit.history import History
 from halfbyte.refit.keys import manifest_key, object_key
 from halfbyte.refit.manifest import Kind, Manifest, ObjectRef, Signer
 from halfbyte.refit.parallel import each, worker_threads
 from halfbyte.refit.patch import Stamp, Update
-from halfbyte.refit.prepare import Names, Plan, advance, prepare_update
+from halfbyte.refit.prepare import Names, Plan, advance
 from halfbyte.refit.reign import Reign
 from halfbyte.refit.route import skip_parents
 from halfbyte.refit.state import StateHash
@@ -169,7 +170,8 @@ class Publisher:
         Raises:
             RewoundError: a version that is not after HEAD's (see :meth:`rewind`).
             FencedError: another publisher has taken over.
-            StoreError: the store failed; nothing was published, or the next call finds out that it was.
+            StoreError: the store failed; nothing was published, or the next call finds out that it was. (A conflict: a write
+                given up as lost came through late; publish again.)
         """
         started = time.perf_counter()
         self.settle()
@@ -187,7 +189,7 @@ class Publisher:
         draft, m = following.draft, following.draft.manifest
         self._put(draft)
         self._unsure = following
-        self._reign.swap([draft.edge(self.head.state)], version=m.version, state=m.state, manifest=m.digest())
+        self._name_in_head(draft)
         swapped = time.perf_counter()
         self._promote(following)
         problem = self._upkeep()
@@ -206,6 +208,17 @@ class Publisher:
             upkeep_error=problem,
             update=following.update,
         )
+
+    def _name_in_head(self, draft: Draft) -> None:
+        m = draft.manifest
+        try:
+            self._reign.swap([draft.edge(self.head.state)], version=m.version, state=m.state, manifest=m.digest())
+        except FencedError:
+            raise
+        except StoreConflictError:
+            self._unsure = None
+            self._load()
+            raise
 
     def settle(self) -> None:
         """Find out whether a publication whose last answer was lost happened, and move the baseline if it did.

@@ -73,14 +73,22 @@ class Reign:
 
         Raises:
             FencedError: another publisher has taken over.
+            StoreConflictError: an earlier swap of ours, given up as lost, came through after all: HEAD has another version.
             StoreUnavailableError: no answer; the swap may have happened (see :meth:`reread`).
         """
+        before = self.head.manifest
         for _ in range(_TRIES):
             try:
                 self._write(replace(self.head, **changes), self.catalogue.adding(*edges))
                 return
             except StoreConflictError as error:
                 self.reread(error)
+                if self.head.manifest != before:
+                    raise StoreConflictError(
+                        f"HEAD has moved to version {self.head.version} by a write that was thought lost",
+                        where=repr(self.store),
+                        fix="publish again",
+                    ) from error
         raise StoreUnavailableError("HEAD changes faster than it can be swapped", where=repr(self.store))
 
     def rewind(self, version: int) -> None:
