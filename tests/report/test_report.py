@@ -65,7 +65,8 @@ def train_row(step: int, **values: float) -> dict[str, Any]:
 
 def full_row(step: int) -> dict[str, Any]:
     keys = "accuracy/train gap/mean_abs gap/p99_abs gap/max_abs gap/k3_kl gap/ess entropy/mean length/mean length/max "
-    keys += "time/rollout time/reward time/learner time/publish refit/changed refit/bytes optim/lr optim/grad_norm loss/policy ratio/clipped_low "
+    keys += "time/rollout time/reward time/learner time/publish refit/changed refit/bytes "
+    keys += "optim/lr optim/grad_norm loss/policy ratio/clipped_low "
     keys += "ratio/clipped_high ratio/clipped_dual tokens/rollout"
     return train_row(step, **{key: 0.1 * (i + 1) for i, key in enumerate(keys.split())})
 
@@ -116,7 +117,7 @@ def test_a_finished_run_shows_every_panel_and_its_result(tmp_path: Path) -> None
     assert "+45.0" in got.text
     assert "0.350 to 0.450, n = 512" in got.text
     assert "0.800 to 0.900, n = 512" in got.text
-    assert sum(tag == "svg" for tag, _ in got.tags) == 13
+    assert sum(tag == "svg" for tag, _ in got.tags) == 15
     assert "Not recorded" not in got.text
     assert got.pre == ["1+1=", "3", "1+1=", "2"]
     assert "train.seed" in got.text
