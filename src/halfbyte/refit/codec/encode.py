@@ -13,7 +13,8 @@ from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.blocks import BLOCK, Hashes, block_count, block_hash, element_count
 from halfbyte.refit.codec.delta import ROW, STREAMS, BlockKind, Coding, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
-from halfbyte.refit.codec.kernels import CodecKernels, Marked, Room, kernels
+from halfbyte.refit.codec.kernels import CodecKernels, Marked, Room
+from halfbyte.refit.codec.registry import kernels
 from halfbyte.refit.codec.streams import Packer
 
 __all__ = ["Profile", "encode"]
