@@ -10,3 +10,9 @@ from refit_case import Trainer
 def trainer() -> Trainer:
     """A small trainer at its first version."""
     return Trainer()
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations come in the same order every time."""
+    monkeypatch.setenv("HALFBYTE_THREADS", "1")

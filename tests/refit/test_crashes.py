@@ -29,6 +29,8 @@ from halfbyte.refit.store import FilesystemStore, MemoryStore
 from halfbyte.refit.store.faults import Crash, Fault, FaultyStore
 from halfbyte.refit.subscriber import Subscriber
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = PublishOptions(block=256, anchor_every=2, skip_levels=1, object_bytes=3000)
 #: Without full versions after the first: whatever a recovery fetches, it has to get along with deltas.
 DELTAS = replace(SMALL, anchor_every=0, anchor_chain=1e9)

@@ -25,6 +25,8 @@ from halfbyte.refit.store import FilesystemStore, MemoryStore
 from halfbyte.refit.store.faults import Crash, Fault, FaultyStore, Operation
 from halfbyte.refit.subscriber import Subscriber
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KEEP = Retention(versions=4, grace=100)
 
 

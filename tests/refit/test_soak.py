@@ -21,6 +21,8 @@ from halfbyte.refit.store import MemoryStore
 from halfbyte.refit.store.faults import Crash, Fault, FaultyStore, Operation
 from halfbyte.refit.subscriber import Subscriber
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OPTIONS = PublishOptions(block=256, anchor_every=16, skip_levels=4, object_bytes=4000)
 #: Errors that a store shows now and then.
 ERRORS = (404, 409, 412, 500, 503, "crash")
@@ -36,7 +38,7 @@ class Chance:
         if self.random.random() > self.rate:
             return None
         error = ERRORS[self.random.integers(len(ERRORS))]
-        if self.random.random() < 0.2:
+        if operation.kind != "swap" and not operation.key.startswith("leases") and self.random.random() < 0.2:
             return Fault(damage=lambda data: data[: len(data) // 2])
         if error == 404 and operation.kind not in ("get", "get_range"):
             error = 503
@@ -103,6 +105,7 @@ def soak(tmp_path: Path, readers: int, versions: int, rate: float, size: int) ->
     clock = [1e9]
     memory, trainer, chance = MemoryStore(lambda: clock[0]), Trainer(size=size), Chance(7, rate)
     store = FaultyStore(memory, chance.fault)
+    collector = FaultyStore(memory, Chance(8, rate / 20).fault)  # a collection takes hundreds of operations
     followers = []
     for number in range(readers):
         root = tmp_path / f"reader{number}"
@@ -111,6 +114,7 @@ def soak(tmp_path: Path, readers: int, versions: int, rate: float, size: int) ->
     publisher: Publisher | None = None
     published = deaths = collections = 0
     while published < versions:
+        assert deaths < 10 * versions
         trainer.step(0.02 if chance.random.random() > 0.05 else 0.0)
         clock[0] += 30
         for _ in range(20):
@@ -128,7 +132,7 @@ def soak(tmp_path: Path, readers: int, versions: int, rate: float, size: int) ->
                 follower.look()
         if chance.random.random() < 0.2:
             try:
-                collect(store, Retention(versions=24, grace=120))
+                collect(collector, Retention(versions=24, grace=120))
                 collections += 1
             except (Crash, RefitError):
                 continue
@@ -151,17 +155,18 @@ def soak(tmp_path: Path, readers: int, versions: int, rate: float, size: int) ->
 
 
 def test_three_subscribers_follow_twenty_versions_under_kills(tmp_path: Path) -> None:
-    seen = soak(tmp_path, readers=3, versions=20, rate=0.06, size=10)
-    assert seen["reader deaths"] > 3
+    seen = soak(tmp_path, readers=3, versions=20, rate=0.1, size=10)
+    assert seen["reader deaths"] > 1
     assert seen["reader errors"] > 3
 
 
 @pytest.mark.slow
 def test_eight_subscribers_follow_two_hundred_versions_under_kills(tmp_path: Path) -> None:
-    seen = soak(tmp_path, readers=8, versions=200, rate=0.02, size=16)
+    seen = soak(tmp_path, readers=8, versions=200, rate=0.05, size=16)
     print(seen)
     assert seen["versions"] == 200
-    assert seen["reader deaths"] > 100
+    assert seen["reader deaths"] > 40
     assert seen["publisher deaths"] > 10
+    assert seen["collections"] > 10
     assert seen["refits"] > 400
-    assert seen["objects left"] < 600
+    assert seen["objects left"] < 300

@@ -20,6 +20,8 @@ from halfbyte.refit.store import MemoryStore
 from halfbyte.refit.store.faults import Fault, FaultyStore, Operation
 from halfbyte.refit.subscriber import Subscriber
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # ---- a store that fails
 
 
