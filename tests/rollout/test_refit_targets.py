@@ -24,8 +24,9 @@ from halfbyte.rollout.code_changes import code_changes
 from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.rollout.fp4_target import Fp4EngineTarget, fp4_coordinates, fp4_infos
 from halfbyte.rollout.packer import requantised
-from halfbyte.rollout.refit_target import EngineTarget
+from halfbyte.rollout.refit_target import EngineTarget, SharedEngineTarget
 from halfbyte.rollout.request import Request
+from halfbyte.rollout.weights import published as source_of
 
 FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama")
 
@@ -55,6 +56,31 @@ def test_a_refit_is_bit_for_bit_a_full_load(family: str, precision: str, family_
         assert all(v == version for s in samples(engine) for v in s[2])
         assert all(target.read(n).tobytes() == flat_bytes(after[n]).tobytes() for n in target.infos())
         tensors = after
+
+
+def test_the_trainers_engine_shares_what_was_published(family_folders: dict[str, Path]) -> None:
+    folder = family_folders["qwen3_moe"]
+    tensors = published(folder)
+    engine = make_engine(folder, tensors)
+    held = [source_of(engine.arch, engine.precision, tensors)]
+    target = SharedEngineTarget(engine, lambda: held[-1])
+    for version, share in ((1, 0.02), (2, 0.6)):
+        after = step(tensors, version, share)
+        held.append(source_of(engine.arch, engine.precision, after))
+        change = update_of(tensors, after, version)
+        target.stage(change)
+        target.commit(change)
+        assert_packed_alike(engine.weights, make_engine(folder, after).weights)
+        assert target.source.params["model.norm.weight"] is held[-1].params["model.norm.weight"]
+        target.rollback(change)
+        assert_packed_alike(engine.weights, make_engine(folder, tensors).weights)
+        assert all(target.read(n).tobytes() == flat_bytes(tensors[n]).tobytes() for n in target.infos())
+        target.commit(change)
+        target.discard(change)
+        tensors = after
+    held.append(source_of(engine.arch, engine.precision, tensors))
+    with pytest.raises(RefitError, match="not those that were published"):
+        target.stage(update_of(tensors, step(tensors, 9, 0.1), 3))
 
 
 def test_only_touched_rows_are_quantised_and_untouched_matrices_are_shared(family_folders: dict[str, Path]) -> None:
