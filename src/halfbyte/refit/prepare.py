@@ -25,10 +25,10 @@ __all__ = ["Names", "Plan", "Step", "advance", "audit", "chain", "target_state"]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One version's manifest with the entries of its objects: tensor name -> bytes."""
+    """One version's manifest with the entries of its objects: tensor name -> bytes, or the delta read from them."""
 
     manifest: Manifest
-    entries: Mapping[str, Bytes]
+    entries: Mapping[str, Bytes | TensorDelta]
 
 
 class Names:
@@ -112,7 +112,7 @@ def advance(
     full: bool,
     block: int,
     tensors: Sequence[TensorChange],
-    entries: Mapping[str, Bytes],
+    entries: Mapping[str, Bytes | TensorDelta],
     plans: dict[str, Plan],
     where: str,
 ) -> StateHash:
@@ -136,7 +136,11 @@ def advance(
         if data is None:
             raise CorruptError(f"no object of the manifest holds tensor {name!r}", where=where)
         if change.operation == "patch":
-            delta = TensorDelta.from_bytes(data, where=f"{where}, tensor {name!r}")
+            delta = (
+                data
+                if isinstance(data, TensorDelta)
+                else TensorDelta.from_bytes(data, where=f"{where}, tensor {name!r}")
+            )
             try:
                 state.patch(name, delta)
             except RefitError as error:
@@ -144,9 +148,9 @@ def advance(
                 raise WrongBaseError(first, where=where, fix="catch up from a full version") from error
             plans.setdefault(name, Plan(change.info)).deltas.append(delta)
         else:
-            if data.size != change.info.bytes:
+            if isinstance(data, TensorDelta) or data.size != change.info.bytes:
                 raise CorruptError(
-                    f"{data.size} bytes for tensor {name!r}", where=where, expected=f"{change.info.bytes}"
+                    f"the wrong number of bytes for tensor {name!r}", where=where, expected=f"{change.info.bytes}"
                 )
             state.put(change.info, block_hashes(change.info.dtype, data, block))
             plans[name] = Plan(change.info, data)

@@ -24,7 +24,7 @@ class Steps:
 
     def __init__(self, manifests: Sequence[Manifest]) -> None:
         self.manifests = manifests
-        self._entries: list[dict[str, Bytes]] = [{} for _ in manifests]
+        self._entries: list[dict[str, Bytes | TensorDelta]] = [{} for _ in manifests]
         self._changes = [{change.info.name: change for change in m.tensors} for m in manifests]
         self._missing = Counter(c.info.name for m in manifests for c in m.tensors if c.object is not None)
 
@@ -61,7 +61,11 @@ class Steps:
                     raise CorruptError(
                         f"no object of the manifest holds tensor {name!r}", where=f"version {manifest.version}"
                     )
-                self._entries[number][name] = entries[name]
+                where = f"version {manifest.version}, tensor {name!r}"
+                patch = change.operation == "patch"
+                self._entries[number][name] = (
+                    TensorDelta.from_bytes(entries[name], where=where) if patch else entries[name]
+                )
                 self._missing[name] -= 1
                 if not self._missing[name]:
                     plan = self._plan(name)
@@ -82,9 +86,10 @@ class Steps:
                 continue
             if change.operation == "remove":
                 plan = Plan(None)
-            elif change.operation == "patch":
-                delta = TensorDelta.from_bytes(entries[name], where=f"version {manifest.version}, tensor {name!r}")
-                plan = Plan(change.info, plan.start, [*plan.deltas, delta])
+                continue
+            entry = entries[name]
+            if isinstance(entry, TensorDelta):
+                plan = Plan(change.info, plan.start, [*plan.deltas, entry])
             else:
-                plan = Plan(change.info, entries[name])
+                plan = Plan(change.info, entry)
         return plan
