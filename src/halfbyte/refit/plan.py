@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from halfbyte.errors import ConfigError
 
-__all__ = ["CROSS_REGION", "Cost", "Scenario", "bytes_per_change", "plan"]
+__all__ = ["CROSS_REGION", "Cost", "Scenario", "bytes_per_change", "over_rates", "plan"]
 
 Profile = Literal["fast", "max"]
 
