@@ -42,4 +42,5 @@ NB_MODULE(_native, m) {
     register_attention(m);
     register_attend(m);
     register_sampling(m);
+    register_refit(m);
 }

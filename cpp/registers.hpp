@@ -13,5 +13,6 @@ void register_norm(nanobind::module_& m);
 void register_attention(nanobind::module_& m);
 void register_attend(nanobind::module_& m);
 void register_sampling(nanobind::module_& m);
+void register_refit(nanobind::module_& m);
 
 }  // namespace halfbyte

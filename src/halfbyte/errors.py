@@ -12,6 +12,7 @@ __all__ = [
     "DataError",
     "MissingExtraError",
     "NumericsError",
+    "RefitError",
     "ShapeError",
     "SpecMismatchError",
     "UserError",
@@ -59,6 +60,10 @@ class ShapeError(UserError):
 
 class NumericsError(UserError):
     """NaN or infinity where a finite number is needed; the tensor, layer or token is in the message."""
+
+
+class RefitError(UserError):
+    """A delta, manifest, object or store that cannot be used, or weights that are not the version a delta starts from."""
 
 
 class MissingExtraError(UserError):

@@ -120,10 +120,10 @@ def test_i10_weights_are_made_once_a_step_for_all_epochs_and_mini_batches(
     given: list[dict[int, float]] = []
     real = of._loss
 
-    def spy(plan: Any, part: list[int]) -> Any:
+    def spy(plan: Any, part: list[int], *rest: Any) -> Any:
         assert plan.weights is not None
         given.append({i: float(plan.weights[plan.rows[i]].double().sum()) for i in part})
-        return real(plan, part)
+        return real(plan, part, *rest)
 
     monkeypatch.setattr(of, "_loss", spy)
     of.step(rollouts(checkpoint, shift=0.4), 0)

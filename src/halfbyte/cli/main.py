@@ -17,6 +17,7 @@ from halfbyte.cli.bench import make_bench
 from halfbyte.cli.diagnose import diagnose
 from halfbyte.cli.doctor import doctor
 from halfbyte.cli.generate import generate
+from halfbyte.cli.refit import make_refit
 from halfbyte.cli.report import report
 from halfbyte.cli.train import train
 from halfbyte.errors import UserError
@@ -36,6 +37,7 @@ def make_app() -> App:
     for command in (train, generate, report, diagnose, doctor):
         app.command(command)
     app.command(make_bench())
+    app.command(make_refit())
     return app
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -85,7 +85,9 @@ class LearnerConfig(Section):
     """The update.
 
     Arguments:
-        execution: ``emulated``: framework products of operands rounded at the rollout's sites.
+        execution: ``emulated``: framework products of operands rounded at the rollout's sites; ``native``: the rollout's own
+            kernels, so that the gap is exactly 0.
+        require_parity: stop, naming the first layer that differs, when the gap is not 0 (``native`` only).
         products: what the framework multiplies in: ``fp32``, or ``bf16`` with FP32 sums and BF16 results, as on GPUs
             (logits and router stay FP32).
         precision: ``same`` as the rollout's, or a precision of its own.
@@ -98,7 +100,8 @@ class LearnerConfig(Section):
         router_replay: use the rollout's expert choices.
     """
 
-    execution: Literal["emulated"] = "emulated"
+    execution: Literal["emulated", "native"] = "emulated"
+    require_parity: bool = False
     products: Literal["fp32", "bf16"] = "fp32"
     precision: PrecisionChoice = "same"
     lr: NotNegative = 3e-4
@@ -115,6 +118,12 @@ class LearnerConfig(Section):
     packing: bool = True
     activation_checkpointing: bool = False
     router_replay: bool = True
+
+    @model_validator(mode="after")
+    def _can_have_parity(self) -> LearnerConfig:
+        if self.require_parity and self.execution != "native":
+            raise ValueError('require_parity needs execution = "native": other products differ in the last bits')
+        return self
 
     @field_validator("precision")
     @classmethod

@@ -20,6 +20,7 @@ from halfbyte.formats.shared import fill_uncalibrated, quantise_shared, shared_g
 from halfbyte.formats.spec import QuantSpec, first_difference
 from halfbyte.formats.specs import SPECS, get_spec
 from halfbyte.formats.split import concat_rows, slice_columns, slice_rows, split_columns
+from halfbyte.formats.stable_scale import ScaleUpdate, StableScales
 from halfbyte.formats.stochastic import quantise_stochastic
 from halfbyte.formats.tensor import QuantTensor, dequantise, validate
 
@@ -30,6 +31,8 @@ __all__ = [
     "PayloadBits",
     "QuantSpec",
     "QuantTensor",
+    "ScaleUpdate",
+    "StableScales",
     "concat_rows",
     "decode_e2m1",
     "decode_e4m3",

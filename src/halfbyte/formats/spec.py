@@ -27,6 +27,7 @@ Ties = Literal["even", "toward_zero", "away"]
 ZeroSign = Literal["positive", "keep", "negative", "nonpositive"]
 Overflow = Literal["saturate", "wrap"]
 FourOverSix = Literal["none", "mse"]
+GlobalUpdate = Literal["recompute", "frozen", "hysteretic"]
 MxScale = Literal["floor", "even", "rceil", "modelopt", "naive"]
 
 
@@ -47,6 +48,8 @@ class QuantSpec:
         global_convention: what is stored: the ``multiplier`` g of value = grid * e4m3 * g, its ``reciprocal``
             g' = 6 * scale_max / amax, or ``amax`` itself (g' = 6 * scale_max / amax and g = 1 / g', each rounded).
         global_division: ``divide``, or ``reciprocal``: multiply by a rounded reciprocal (6 * scale_max * (1 / amax)).
+        global_update: what later versions of a tensor do about it: ``recompute``, ``frozen`` or ``hysteretic``, see
+            :mod:`halfbyte.formats.stable_scale`. A tensor quantised alone is the first version.
         zero_global: the global scale stored for an all-zero tensor: 1, or 0 as libraries that store amax / 2688 do.
         arithmetic: dtype of block amax / 6 and of the global scale: ``fp32``, or ``input`` (BF16 for a BF16 tensor).
         amax_division: block amax / 6 by ``divide``, or amax * (1/6) by ``reciprocal``.
@@ -76,6 +79,7 @@ class QuantSpec:
     global_rounding: GlobalRounding = "power_of_two"
     global_convention: GlobalConvention = "multiplier"
     global_division: Division = "divide"
+    global_update: GlobalUpdate = "recompute"
     zero_global: float = 1.0
     arithmetic: Arithmetic = "fp32"
     amax_division: Division = "divide"
@@ -107,6 +111,11 @@ class QuantSpec:
             self._reject(
                 "MXFP4 has neither a global scale nor 2-D scales nor four-over-six",
                 "global_scale='none', scale_rows=1, four_over_six='none'",
+            )
+        if self.global_update != "recompute" and self.global_scale != "tensor":
+            self._reject(
+                f"global_update = {self.global_update!r} with global_scale = {self.global_scale!r}",
+                "global_scale = 'tensor': no other global scale depends on the version of a tensor",
             )
         if self.scale_rows != 1 and self.global_scale == "token":
             self._reject(
@@ -150,6 +159,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "global_rounding": get_args(GlobalRounding),
     "global_convention": get_args(GlobalConvention),
     "global_division": get_args(Division),
+    "global_update": get_args(GlobalUpdate),
     "zero_global": (1.0, 0.0),
     "arithmetic": get_args(Arithmetic),
     "amax_division": get_args(Division),

@@ -1,7 +1,8 @@
 """The named specs: ours, with reasons, and those that reproduce four libraries bit for bit.
 
 Ours (NVFP4). ``halfbyte``: weights, one global scale a tensor. ``halfbyte_token``: activations, one a token.
-``halfbyte_kv``: KV cache, the constant 0.125. ``halfbyte_2d``: weights with 16x16 tiles. Reasons for their rule:
+``halfbyte_kv``: KV cache, the constant 0.125. ``halfbyte_2d``: weights with 16x16 tiles. ``halfbyte_frozen`` and
+``halfbyte_hysteretic``: weights whose global scale outlives updates. Reasons for their rule:
 
 - A power-of-two global scale makes the dequantised value, global included, exact in BF16, and divides exactly.
 - An amax that moves by an ulp rarely moves a power of two, so one changed weight does not re-roll every code of a
@@ -74,6 +75,8 @@ SPECS: Mapping[str, QuantSpec] = MappingProxyType(
             _HALFBYTE.replace(name="halfbyte_token", global_scale="token"),
             _HALFBYTE.replace(name="halfbyte_kv", global_scale="constant", constant=0.125),
             _HALFBYTE.replace(name="halfbyte_2d", scale_rows=16),
+            _HALFBYTE.replace(name="halfbyte_frozen", global_update="frozen"),
+            _HALFBYTE.replace(name="halfbyte_hysteretic", global_update="hysteretic"),
             _TORCHAO,
             _MODELOPT,
             _COMPRESSED_TENSORS,

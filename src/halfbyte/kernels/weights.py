@@ -48,6 +48,16 @@ class WeightStore(Protocol):
         """The weight as float32, ``[N, K]`` or ``[E, N, K]``, including the global scale."""
         ...
 
+    def parts(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Codes (two a byte), block scales and the global scale of each row as they lie in memory, not copied: their order is the
+        implementation's, the same for all weights of one shape. None for dense kinds."""
+        ...
+
+    def unpacked(self) -> QuantTensor | None:
+        """The codes ``[N, K]`` or ``[E, N, K]`` in a copy of their own, with one global scale a row (a multiplier); None for
+        dense kinds."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class PackedLinear:

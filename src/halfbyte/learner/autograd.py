@@ -149,7 +149,7 @@ class AutogradExecution:
             replayed = self.batch.routes[:, self._moe_index[layer]]
             chosen = torch.where(replayed >= 0, replayed, chosen)
         self.routes[layer], self.router_logits[layer] = chosen, logits
-        gates = gates_for(logits, chosen, normalise=self.arch.norm_topk_prob)
+        gates = self._gates(logits, chosen)
         kinds = self.precision.kinds("experts")
         inputs = middle = None
         if self.guidance is not None:
@@ -180,6 +180,9 @@ class AutogradExecution:
             out: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
             return out
         return function(x)
+
+    def _gates(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        return gates_for(logits, chosen, normalise=self.arch.norm_topk_prob)
 
     def _project(self, x: Tensor, names: tuple[str, ...], kind: Kind, guide: Guide | None) -> Tensor:
         rounded = self._activation(x, kind, names[0], x.shape[-1], guide)

@@ -6,7 +6,7 @@ in micro-batches whose size changes nothing but memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfbyte import objective
 from halfbyte.config import LearnerConfig, ObjectiveConfig
-from halfbyte.errors import SpecMismatchError
+from halfbyte.errors import ConfigError, SpecMismatchError
 from halfbyte.guidance.batch import Alignment, read_layout
 from halfbyte.guidance.measure import Comparison, Observer
 from halfbyte.guidance.rounding import TRACE
@@ -26,6 +26,7 @@ from halfbyte.learner.autograd import AutogradExecution
 from halfbyte.learner.batch import LearnerBatch, collate, micro_batches
 from halfbyte.learner.diagnosis import Monitor, Tokens
 from halfbyte.learner.memory import tokens_that_fit
+from halfbyte.learner.native import NativeExecution, PackedModel
 from halfbyte.learner.optimiser import Optimiser
 from halfbyte.learner.parameters import Parameters
 from halfbyte.learner.schedule import rate_factor
@@ -69,6 +70,7 @@ class Learner:
         total_steps: length of the schedule.
         alignment: how the rollout's guidance is used; None for the learner's own rounding.
         correction: in place of the one that ``objective_config`` names.
+        pack: published tensors by checkpoint name -> packed weights, for ``execution = "native"``.
         delimiters: [V] bool, token ids that end a line or sentence, see ``objective.delimiter_flags``; for the segmenter
             ``delimiter``.
 
@@ -94,14 +96,24 @@ class Learner:
         alignment: Alignment | None = None,
         correction: objective.Correction | None = None,
         delimiters: Tensor | None = None,
+        pack: Callable[[Mapping[str, Tensor]], PackedModel] | None = None,
     ) -> None:
+        if config.execution == "native":
+            require_same(rollout_precision, precision, where="learner.precision, of native execution")
+            if pack is None:
+                raise ConfigError(
+                    "native execution needs packed weights", where="Learner(pack=...)", fix="pass RolloutWeights.pack"
+                )
+        self._pack, self._packed = pack, dict[int, PackedModel]()
         self.alignment, self.comparisons = alignment, dict[tuple[int, str], Comparison]()
         self._version, self._places = 0, places(arch, precision)
         self.arch, self.kernels, self.config, self.objective = arch, kernels, config, objective_config
         self.rollout_precision, self.total_steps, self.seed = rollout_precision, total_steps, seed
         self.max_response_tokens = max_response_tokens
         dtype = torch.float32 if rollout_precision.exact else torch.bfloat16
-        self.parameters = Parameters(arch, tensors, precision, kernels, publish_dtype=dtype)
+        self.parameters = Parameters(
+            arch, tensors, precision, kernels, publish_dtype=dtype, rollout_precision=rollout_precision
+        )
         self.optimiser = Optimiser(
             self.parameters.masters,
             lr=config.lr,
@@ -240,11 +252,15 @@ class Learner:
                         unguided += wanted if batch.guidance is None else batch.guidance.unguided
                 norms.append(self.optimiser.step(self.parameters.take_gradients(), factor))
                 changed |= self.parameters.refresh()
+                self._packed.pop(id(self.parameters), None)
         metrics |= objective.read(objective.merge(statistics))
         if plan.record is None:
             # A single update: its own forward pass has scored every token at the weights it began with.
             plan.record = self._monitor.record(plan.tokens, seen, plan.advantages, plan.version)
         metrics |= self._monitor.look(plan.record, plan.weights)
+        if self.config.execution == "native":
+            same = plan.record.mask & (plan.record.versions == plan.version)
+            metrics["parity/max_gap"] = float(plan.record.gap[same].abs().max()) if bool(same.any()) else 0.0
         if observer is not None:
             metrics |= observer.metrics()
             metrics["align/unguided"] = unguided / tokens
@@ -287,23 +303,42 @@ class Learner:
         *,
         with_entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        run = AutogradExecution(
+        run = self._execution(batch, parameters, observer)
+        states = hidden_states(self.arch, run, batch.ids).index_select(0, batch.rows)
+        logits = run.head(states)
+        logp = token_logprobs(self.kernels, logits, batch.targets, batch.temperature, batch.supports)
+        seen = logits if with_entropy_gradient else logits.detach()
+        return logp, objective.token_entropy(seen, batch.mask, temperature=positive_temperature(batch.temperature))
+
+    def _execution(self, batch: LearnerBatch, parameters: Parameters, observer: Observer | None) -> AutogradExecution:
+        checkpointing = self.config.activation_checkpointing
+        if self.config.execution == "native":
+            weights, tables = self.packed_weights(parameters), self._tables
+            return NativeExecution(
+                parameters, weights, batch, self.kernels, tables, activation_checkpointing=checkpointing
+            )
+        return AutogradExecution(
             parameters,
             batch,
             self.kernels,
             self._tables,
-            activation_checkpointing=self.config.activation_checkpointing,
+            activation_checkpointing=checkpointing,
             # other weights than the rollout's (a KL reference) have roundings of their own
             guidance=batch.guidance if parameters is self.parameters else None,
             method=TRACE if self.alignment is None else self.alignment.method,
             observer=observer,
             bf16_products=self.config.products == "bf16",
         )
-        states = hidden_states(self.arch, run, batch.ids).index_select(0, batch.rows)
-        logits = run.head(states)
-        logp = token_logprobs(self.kernels, logits, batch.targets, batch.temperature, batch.supports)
-        seen = logits if with_entropy_gradient else logits.detach()
-        return logp, objective.token_entropy(seen, batch.mask, temperature=positive_temperature(batch.temperature))
+
+    def packed_weights(self, parameters: Parameters | None = None) -> PackedModel:
+        """The present weights (or ``parameters``) packed, for native execution."""
+        parameters = parameters or self.parameters
+        packed = self._packed.get(id(parameters))
+        if packed is None:
+            assert self._pack is not None
+            packed = self._pack(dict(parameters.published()) | parameters.published_scales())
+            self._packed[id(parameters)] = packed
+        return packed
 
     def _indices(self, samples: Sequence[Trajectory]) -> list[list[int]]:
         lengths = [len(t) for t in samples]

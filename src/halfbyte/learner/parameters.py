@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import NumericsError
+from halfbyte.formats import QuantSpec, StableScales
 from halfbyte.kernels import Kernels
-from halfbyte.models.architecture import Architecture, site_of
+from halfbyte.models.architecture import Architecture, expert_names, site_of
 from halfbyte.models.layout import checkpoint_views, from_checkpoint
 from halfbyte.models.precision import Kind, Precision
 
@@ -29,9 +30,11 @@ class Parameters:
         tensors: a checkpoint's tensors, checkpoint names.
         precision: what the learner's forward pass runs in.
         publish_dtype: torch.bfloat16, or torch.float32 for the exact control.
+        rollout_precision: what the rollout runs in, where it is not ``precision``.
 
     Attributes:
         masters: parameter name (experts stacked) -> float32 tensor.
+        scales: global scales that outlive versions, shared with the rollout; None where it recomputes them.
     """
 
     def __init__(
@@ -42,8 +45,12 @@ class Parameters:
         kernels: Kernels,
         *,
         publish_dtype: torch.dtype = torch.bfloat16,
+        rollout_precision: Precision | None = None,
     ) -> None:
         self.arch, self.precision, self.kernels, self.publish_dtype = arch, precision, kernels, publish_dtype
+        self._rollout = rollout_precision or precision
+        spec = self._rollout.weight_spec
+        self.scales = None if spec.global_update == "recompute" else StableScales(spec)
         self.masters = from_checkpoint(tensors, arch, dtype=torch.float32)
         self._published: dict[str, Tensor] = {}
         self._effective: dict[tuple[str, Kind], Tensor] = {}
@@ -81,6 +88,8 @@ class Parameters:
                     continue
                 changed = True
                 self._published[name] = new
+                if self.scales is not None:
+                    self.scales.update(self._scale_groups(name, new))
                 for kind in self._kinds(name):
                     self._effective[name, kind].copy_(self._rounded(name, kind, new.float()))
         return changed
@@ -88,6 +97,23 @@ class Parameters:
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor in the publish dtype) of every tensor, as the rollout receives them."""
         return checkpoint_views(self._published, self.arch)
+
+    def published_scales(self) -> dict[str, Tensor]:
+        """``<weight>.global_scale`` -> stored scale, float32 of shape (), of the weights whose scale outlives versions
+        (gate and up of an expert share one, under the gate's name)."""
+        if self.scales is None:
+            return {}
+        return {f"{name}.global_scale": scale for name, scale in self.scales.current.items()}
+
+    def restore_scales(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with the global scales of a saved run; everything effective is recomputed by the next :meth:`refresh`.
+
+        Raises:
+            CheckpointError: a scale that cannot be used.
+        """
+        if self.scales is not None:
+            self.scales.load_state(state)
+            self._published.clear()
 
     def take_gradients(self) -> dict[str, Tensor]:
         """Gradients by parameter name (summed over the kinds of a parameter), and clear them."""
@@ -109,6 +135,32 @@ class Parameters:
             return ("fp32",)
         return (head,) if site == "head" else self.precision.kinds(site)
 
+    def _scale_groups(self, name: str, published: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        """Checkpoint weight -> what shares its global scale, for the weights of a parameter that the rollout quantises."""
+        site, block = site_of(name), self._rollout.weight_spec.block
+        if site == "embed" and self.arch.tie_embeddings:
+            site = "head"
+        if site in ("embed", "norm") or published.dim() < 2 or not {"w4a4", "w4a16"} & set(self._rollout.kinds(site)):
+            return {}
+        if published.dim() == 2:
+            return {name: (published,)} if published.shape[1] % block == 0 else {}
+        if self.arch.hidden_size % block or self.arch.moe_intermediate_size % block:
+            return {}
+        return {key: (published[e],) for e, key in enumerate(self._expert_keys(name))}
+
+    def _expert_keys(self, name: str) -> list[str]:
+        """The checkpoint weight that names the scale of each expert of a stacked parameter (the gate's, for gate and up)."""
+        layer = int(name.split(".")[2])
+        which = 0 if name.endswith("gate_up_proj") else 2
+        return [expert_names(self.arch, layer, e)[which] for e in range(self.arch.n_experts)]
+
+    def _fake_quantised(self, w: Tensor, spec: QuantSpec, scale_name: str, name: str) -> Tensor:
+        """``w`` as the rollout's quantiser makes it, under the scale that the rollout gets."""
+        kept = None if self.scales is None or spec != self.scales.spec else self.scales.current.get(scale_name)
+        if kept is None:
+            return self.kernels.fake_quantise(w, spec, name=name)
+        return self.kernels.dequantise(self.kernels.quantise(w, spec, global_scale=kept, name=name), w.dtype)
+
     def _rounded(self, name: str, kind: Kind, published: Tensor) -> Tensor:
         spec = self.precision.weight_spec
         if kind == "fp32":
@@ -119,7 +171,8 @@ class Parameters:
         if kind == "bf16" or any(k % spec.block for k in inputs):  # the rollout falls back to BF16 in the same way
             return published.bfloat16().float()
         if published.dim() == 3:  # experts: one global scale an expert
+            keys = self._expert_keys(name)
             return torch.stack(
-                [self.kernels.fake_quantise(w, spec, name=f"{name}[{i}]") for i, w in enumerate(published)]
+                [self._fake_quantised(w, spec, keys[i], f"{name}[{i}]") for i, w in enumerate(published)]
             )
-        return self.kernels.fake_quantise(published.contiguous(), spec, name=name)
+        return self._fake_quantised(published.contiguous(), spec, name, name)

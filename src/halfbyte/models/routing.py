@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfbyte.kernels.reference.elementary import exp
 
-__all__ = ["gates_for", "route"]
+__all__ = ["gate_values", "gates_for", "route"]
 
 
 def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -28,10 +28,15 @@ def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
         (ids [T, k] int32, gates [T, k] float32).
     """
     order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :k]
+    return order.to(torch.int32), gate_values(logits, order, normalise=normalise)
+
+
+def gate_values(logits: Tensor, ids: Tensor, *, normalise: bool) -> Tensor:
+    """The reproducible gates of given routes: logits [T, E], ids [T, k] int64 -> [T, k], those of :func:`route` for its own."""
     weights = exp(logits - logits.amax(dim=1, keepdim=True))
-    chosen = weights.gather(1, order)
+    chosen = weights.gather(1, ids)
     total = _sum_columns(chosen if normalise else weights)
-    return order.to(torch.int32), (chosen / total[:, None]).contiguous()
+    return (chosen / total[:, None]).contiguous()
 
 
 def gates_for(logits: Tensor, ids: Tensor, *, normalise: bool) -> Tensor:

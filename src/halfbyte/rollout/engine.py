@@ -137,7 +137,11 @@ class Engine:
             raise ConfigError(
                 f"weight version {version} after {self.version}", where="load_weights", expected="a larger version"
             )
-        self.weights = self._pack(tensors, version)
+        self.swap(self._pack(tensors, version))
+
+    def swap(self, weights: RolloutWeights) -> None:
+        """Serve weights that are packed already: the commit of a refit, or its way back. Samples in flight are recomputed."""
+        self.weights = weights
         self.scheduler.preempt_all()
 
     def guide(self, plan: Plan) -> None:

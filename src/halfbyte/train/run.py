@@ -24,12 +24,14 @@ from halfbyte.models.precision import precision_from
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.objective import delimiter_flags
 from halfbyte.rollout.engine import Engine, EngineOptions
+from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import make_alignment
 from halfbyte.train.collect import encode_prompt
 from halfbyte.train.run_folder import RunFolder, environment
 from halfbyte.train.state import Progress, latest_checkpoint, load_state
 from halfbyte.train.tracker import make_tracker
 from halfbyte.train.trainer import Trainer
+from halfbyte.train.weights import WeightPath
 
 __all__ = ["run"]
 
@@ -77,7 +79,10 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
             expected=f"fewer than the model's {arch.max_positions} positions",
         )
     prompt_limit = min(config.env.max_prompt_tokens, room)
-    alignment, guidance = make_alignment(config.alignment, arch, rollout_precision, learner_precision)
+    if config.learner.execution == "native":  # both sides round alike: there is nothing to guide
+        alignment, guidance = None, Plan()
+    else:
+        alignment, guidance = make_alignment(config.alignment, arch, rollout_precision, learner_precision)
     longest = arch.max_positions if env.multi_turn else prompt_limit + config.rollout.max_tokens
     learner = Learner(
         arch,
@@ -92,6 +97,9 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         max_response_tokens=config.rollout.max_tokens,
         n_positions=longest,
         alignment=alignment,
+        pack=lambda tensors: RolloutWeights.pack(
+            arch, rollout_precision, tensors, kernels, version=0, n_positions=longest
+        ),
         delimiters=_delimiters(tokenizer, arch.vocab_size) if config.objective.segmenter == "delimiter" else None,
     )
     progress = Progress()
@@ -105,7 +113,7 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
     engine = Engine(
         arch,
         rollout_precision,
-        dict(learner.parameters.published()),
+        dict(learner.parameters.published()) | learner.parameters.published_scales(),
         detokeniser=tokenizer,
         options=EngineOptions(
             max_batch_tokens=config.rollout.max_batch_tokens,
@@ -128,7 +136,10 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         folder.rewind(progress.step if saved is not None else -1)
         folder.write_json("config.json", config.to_json())
         folder.write_json("environment.json", environment(config.train.seed))
-        trainer = Trainer(config, folder, engine, learner, env, tokenizer, tracker, progress, prompt_limit, guidance)
+        weights = WeightPath(folder.path / "refit", engine, learner, progress.version)
+        trainer = Trainer(
+            config, folder, engine, learner, env, tokenizer, tracker, weights, progress, prompt_limit, guidance
+        )
         with _graceful_stop(trainer):
             complete = trainer.run()
         tracker.finish()
@@ -189,7 +200,7 @@ def _check_prompts(env: Environment, tokenizer: Tokenizer, limit: int) -> None:
 
 def _clear(folder: RunFolder) -> None:
     """Remove what a run writes, and nothing else that may lie in the folder."""
-    for name in ("checkpoints", "trajectories", "model"):
+    for name in ("checkpoints", "trajectories", "model", "refit"):
         shutil.rmtree(folder.path / name, ignore_errors=True)
     for name in ("config.json", "environment.json", "metrics.jsonl", "summary.json", "report.html"):
         (folder.path / name).unlink(missing_ok=True)

@@ -1,4 +1,5 @@
-"""Checkpoints of a run: masters, optimiser, counters. Whole or absent; a resumed run goes on to the same numbers.
+"""Checkpoints of a run: masters, optimiser, counters, global scales that outlive versions. Whole or absent; a resumed run goes
+on to the same numbers.
 
 A checkpoint is a folder ``checkpoints/step_000100`` that is written under a hidden name, synced, and renamed. There is no
 random state to save: prompts, sampling and mini-batch order are functions of (seed, step).
@@ -51,6 +52,8 @@ def save_state(folder: Path, learner: Learner, progress: Progress, keep: int) ->
     write_safetensors(work / "masters.safetensors", learner.parameters.masters)
     write_safetensors(work / "optimiser.safetensors", learner.optimiser.state())
     write_atomic(work / "memory.json", json.dumps(learner.memory(), indent=2))
+    if learner.parameters.scales is not None:
+        write_safetensors(work / "scales.safetensors", learner.parameters.scales.state())
     write_atomic(work / "state.json", json.dumps(asdict(progress), indent=2))
     _sync_folder(work)
     if target.exists():
@@ -91,6 +94,8 @@ def load_state(path: Path, learner: Learner) -> Progress:
         if name not in masters or masters[name].shape != master.shape:
             raise CheckpointError("a master weight is missing or mis-shaped", where=f"{path}: {name}")
         master.copy_(masters[name])
+    if learner.parameters.scales is not None:
+        learner.parameters.restore_scales(SafetensorsFile(path / "scales.safetensors"))
     learner.parameters.refresh()
     learner.optimiser.load_state(SafetensorsFile(path / "optimiser.safetensors"))
     if (path / "memory.json").exists():  # checkpoints of earlier versions have none

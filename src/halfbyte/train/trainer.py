@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 from halfbyte.config import Config
 from halfbyte.envs import Environment, Prompt
-from halfbyte.errors import NumericsError, UserError
+from halfbyte.errors import NumericsError, RefitError, UserError
 from halfbyte.guidance.choice import choose
 from halfbyte.guidance.plan import Plan
 from halfbyte.learner.learner import Learner
@@ -18,12 +18,14 @@ from halfbyte.rollout.engine import Engine
 from halfbyte.train.alignment import is_automatic
 from halfbyte.train.collect import collect
 from halfbyte.train.evaluate import evaluate
+from halfbyte.train.parity import explain, require_parity
 from halfbyte.train.progress import RunProgress
 from halfbyte.train.prompts import prompt_index
 from halfbyte.train.run_folder import RunFolder
 from halfbyte.train.saved import saved_rows
 from halfbyte.train.state import Progress, save_state
 from halfbyte.train.tracker import Tracker
+from halfbyte.train.weights import WeightPath
 
 __all__ = ["Trainer"]
 
@@ -32,6 +34,7 @@ class Trainer:
     """Runs steps until the end, a request to stop, or an error.
 
     Arguments:
+        weights: the way from the learner to the engine, open at ``progress.version``.
         progress: where to go on; ``Progress()`` for a new run.
         guidance: what the engine records at first; ``alignment.layers = auto`` narrows it after the first update.
 
@@ -48,10 +51,12 @@ class Trainer:
         environment: Environment,
         tokenizer: Tokenizer,
         tracker: Tracker,
+        weights: WeightPath,
         progress: Progress,
         prompt_limit: int,
         guidance: Plan,
     ) -> None:
+        self.weights = weights
         self.config, self.folder, self.engine, self.learner = config, folder, engine, learner
         self.environment, self.tokenizer, self.tracker, self.progress = environment, tokenizer, tracker, progress
         self.prompt_limit, self.guidance = prompt_limit, guidance
@@ -75,12 +80,13 @@ class Trainer:
         """Train; returns False if stopped before the last step. A checkpoint is written at the end either way.
 
         Raises:
-            UserError: in mid-run; the steps done so far are in a checkpoint, except where a weight is not finite.
+            UserError: in mid-run; the steps done so far are in a checkpoint, except where a weight is not finite or
+                cannot be published.
         """
         try:
             return self._run()
         except UserError as error:
-            if self.progress.step and not isinstance(error, NumericsError):
+            if self.progress.step and not isinstance(error, NumericsError | RefitError):  # these strike in mid-step
                 self._save()
             raise
 
@@ -160,6 +166,8 @@ class Trainer:
         rolled = time.perf_counter()
         self._save_trajectories(trajectories)
         scored = time.perf_counter()
+        if config.learner.require_parity:
+            self._require_parity(trajectories)
         result = self.learner.step(trajectories, progress.step, progress.version)
         for note in result.warnings:
             if note not in self._said:
@@ -167,14 +175,15 @@ class Trainer:
                 display.say(f"warning: {note}")
         self._say_why_nothing_scored(trajectories, display)
         learned = time.perf_counter()
+        refit: dict[str, float] = {}
         if result.changed:
+            refit = self.weights.publish(progress.version + 1)
             progress.version += 1
-            self.engine.load_weights(dict(self.learner.parameters.published()), progress.version)
         self._choose_guidance(display)
         published = time.perf_counter()
         progress.rollout_seconds += rolled - start
         progress.learner_seconds += learned - scored
-        row = result.metrics | _rollout_metrics(trajectories)
+        row = result.metrics | _rollout_metrics(trajectories) | refit
         row |= {
             "version": float(progress.version),
             "tokens/rollout": float(self.engine.tokens_generated - generated),
@@ -184,6 +193,16 @@ class Trainer:
             "time/step": time.perf_counter() - start,
         }
         return row
+
+    def _require_parity(self, trajectories: Sequence[Trajectory]) -> None:
+        """Before the update, so that nothing is lost."""
+        learner = self.learner
+        require_parity(
+            learner.score(trajectories),
+            trajectories,
+            self.progress.version,
+            lambda t: explain(self.engine.weights, learner.packed_weights(), learner.parameters, t),
+        )
 
     def _choose_guidance(self, display: RunProgress) -> None:
         """Once, after the first update: what ``auto`` keeps."""

@@ -68,28 +68,44 @@ class PanelStore:
 
     def dequantised(self) -> Tensor:
         """float32 ``[n, k]`` or ``[stack, n, k]``, including the global scale."""
-        count, panels = self.stack or 1, -(-self.n // _PANEL)
         if self.dense is not None:
+            count, panels = self.stack or 1, -(-self.n // _PANEL)
             wide = self.dense.to(torch.float32)
             step = 1 if self.kind == "fp32" else 2
             rows = wide.view(count, panels, -1, _PANEL, step).permute(0, 1, 3, 2, 4).reshape(count, panels * _PANEL, -1)
             values = rows[:, : self.n, : self.k]
         else:
-            assert self.codes is not None
-            assert self.scales is not None
-            assert self.row_scale is not None
-            assert self.spec is not None
-            codes = torch.empty(count, self.n, self.k // 2, dtype=torch.uint8)
-            scales = torch.empty(count, self.n, self.k // self.spec.block, dtype=torch.uint8)
-            for e in range(count):
-                _native.unpack_codes(
-                    self.codes[e].data_ptr(), self.scales[e].data_ptr(), self.n, self.k, self.spec.block,
-                    codes[e].data_ptr(), scales[e].data_ptr(),
-                )  # fmt: skip
-            g = self.row_scale.view(count, -1)[:, : self.n]
-            spec = self.spec.replace(global_convention="multiplier")
-            values = formats.dequantise(QuantTensor(codes, scales, g, spec, (count, self.n, self.k)))
+            quantised = self.unpacked()
+            assert quantised is not None
+            return formats.dequantise(quantised).contiguous()
         return values.contiguous() if self.stack is not None else values[0].contiguous()
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """See :class:`~halfbyte.kernels.weights.WeightStore`; padding is zero."""
+        if self.codes is None or self.scales is None or self.row_scale is None:
+            return None
+        return self.codes, self.scales, self.row_scale
+
+    def unpacked(self) -> QuantTensor | None:
+        """See :class:`~halfbyte.kernels.weights.WeightStore`."""
+        if self.codes is None:
+            return None
+        assert self.scales is not None
+        assert self.row_scale is not None
+        assert self.spec is not None
+        count = self.stack or 1
+        codes = torch.empty(count, self.n, self.k // 2, dtype=torch.uint8)
+        scales = torch.empty(count, self.n, self.k // self.spec.block, dtype=torch.uint8)
+        for e in range(count):
+            _native.unpack_codes(
+                self.codes[e].data_ptr(), self.scales[e].data_ptr(), self.n, self.k, self.spec.block,
+                codes[e].data_ptr(), scales[e].data_ptr(),
+            )  # fmt: skip
+        g = self.row_scale.view(count, -1)[:, : self.n].clone()
+        spec = self.spec.replace(global_convention="multiplier")
+        if self.stack is None:
+            return QuantTensor(codes[0], scales[0], g[0], spec, (self.n, self.k))
+        return QuantTensor(codes, scales, g, spec, (count, self.n, self.k))
 
 
 def pack_stack(

@@ -27,7 +27,8 @@ _FLOATS = (torch.float32, torch.bfloat16)
 @lru_cache(maxsize=64)
 def rule_of(spec: QuantSpec) -> _native.Rule | None:
     """The native rule of a spec, or None when only the reference has its arithmetic."""
-    if spec != get_spec("halfbyte").replace(global_scale=spec.global_scale, constant=spec.constant):
+    free = {"global_scale": spec.global_scale, "constant": spec.constant, "global_update": spec.global_update}
+    if spec != get_spec("halfbyte").replace(**free):
         return None
     return _native.Rule(0, _MODES[spec.global_scale], spec.constant)
 

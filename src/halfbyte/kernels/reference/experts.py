@@ -46,6 +46,22 @@ class ExpertRows:
         """float32 ``[E, N, K]``."""
         return torch.stack([r.dequantised() for r in self.rows])
 
+    def parts(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """See :class:`~halfbyte.kernels.weights.WeightStore`; joined, so copied."""
+        found = [p for r in self.rows if (p := r.parts()) is not None]
+        if not found:
+            return None
+        codes, scales, rows = (torch.cat(column) for column in zip(*found))
+        return codes, scales, rows
+
+    def unpacked(self) -> QuantTensor | None:
+        """See :class:`~halfbyte.kernels.weights.WeightStore`."""
+        parts = [q for r in self.rows if (q := r.unpacked()) is not None]
+        if not parts:
+            return None
+        codes, scales, g = (torch.stack([getattr(q, p) for q in parts]) for p in ("codes", "scales", "global_scale"))
+        return QuantTensor(codes, scales, g, parts[0].spec, (len(parts), *parts[0].shape))
+
 
 def _expert(weight: Tensor | QuantTensor, index: int) -> Tensor | QuantTensor:
     if not isinstance(weight, QuantTensor):

@@ -61,6 +61,19 @@ class RowStore:
         assert self.dense is not None
         return self.dense.to(torch.float32)
 
+    def parts(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """See :class:`~halfbyte.kernels.weights.WeightStore`."""
+        q = self.quantised
+        return None if q is None else (q.codes, q.scales, self.row_multiplier)
+
+    def unpacked(self) -> QuantTensor | None:
+        """See :class:`~halfbyte.kernels.weights.WeightStore`."""
+        q = self.quantised
+        if q is None:
+            return None
+        spec = q.spec.replace(global_convention="multiplier")
+        return QuantTensor(q.codes.clone(), q.scales.clone(), self.row_multiplier.clone(), spec, q.shape)
+
     @cached_property
     def row_multiplier(self) -> Tensor:
         """The global scale of each row as a multiplier, float32 ``[N]``."""

@@ -1,0 +1,263 @@
+// Positions within classes of the base's exponent (the `max` profile): the chance of a change doubles from one exponent to the
+// next below, so a gap counted in its own class takes fewer bits. A gap is split: low bits as they are, quotients as bytes.
+#pragma once
+
+#include <vector>
+
+#include "refit_lanes.hpp"
+
+namespace halfbyte::HALFBYTE_ISA {
+
+constexpr int kClasses = kRefitClasses, kRecord = kRefitRecord, kMostLow = kRefitMostLow;
+
+template <class E>
+struct ClassOf {
+    int shift, mask;
+    int operator()(const uint8_t* base, int64_t i) const { return int(E::get(base, i) >> shift) & mask; }
+};
+
+// Low bits of the gaps of a class: the largest k with 2^k * 2.375 <= mean gap, in integers.
+inline int low_bits(int64_t members, int64_t changed) {
+    int k = 0;
+    while (k < kMostLow && 19 * changed * (int64_t{2} << k) <= 8 * (members - changed)) ++k;
+    return k;
+}
+
+struct ClassPart {
+    int id = 0, k = 0;
+    int64_t changed = 0, first = 0, wide = 0;  // first change and first wide value in class order
+};
+
+class BitWriter {
+   public:
+    explicit BitWriter(uint8_t* out) : begin_(out), out_(out) {}
+    void put(uint64_t bits, int count) {
+        word_ |= bits << used_;
+        used_ += count;
+        while (used_ >= 8) {
+            *out_++ = uint8_t(word_);
+            word_ >>= 8;
+            used_ -= 8;
+        }
+    }
+    int64_t finish() {
+        if (used_ > 0) *out_++ = uint8_t(word_);
+        return out_ - begin_;
+    }
+
+   private:
+    uint8_t *begin_, *out_;
+    uint64_t word_ = 0;
+    int used_ = 0;
+};
+
+template <class E>
+void into_classes(ClassOf<E> class_of, const uint8_t* base, int64_t n, const RefitStreams& plain, RefitStreams& out, RefitClasses& classes) {
+    using T = typename E::T;
+    // Members of each class so far; four counters take turns, since the same class often follows itself.
+    std::vector<uint32_t> seen(4 * kClasses, 0), ranks(size_t(plain.changed));
+    std::vector<uint8_t> ids(size_t(plain.changed));
+    int64_t reached = 0, i = 0;
+    const auto count_to = [&](int64_t end) {
+        for (; reached < end; ++reached) ++seen[size_t((reached & 3) * kClasses + class_of(base, reached))];
+    };
+    const auto members = [&](int id) {
+        const size_t c = size_t(id);
+        return seen[c] + seen[kClasses + c] + seen[2 * kClasses + c] + seen[3 * kClasses + c];
+    };
+    for_gaps(plain.where, plain.changed, [&](int64_t position) {
+        count_to(position);
+        const int id = class_of(base, position);
+        ids[size_t(i)] = uint8_t(id);
+        ranks[size_t(i++)] = members(id);
+    });
+    count_to(n);
+
+    std::vector<ClassPart> parts(kClasses);
+    for (const uint8_t id : ids) ++parts[id].changed;
+    int64_t first = 0;
+    int count = 0;
+    for (int id = kClasses - 1; id >= 0; --id) {
+        ClassPart& part = parts[size_t(id)];
+        part.first = first;
+        first += part.changed;
+        count += part.changed > 0;
+        part.k = low_bits(members(id), part.changed);
+    }
+    // Changes in class order: rank, code, wide value.
+    std::vector<uint32_t> rank_of(size_t(plain.changed));
+    std::vector<T> wide_of(size_t(plain.changed));
+    std::vector<int64_t> cursor(kClasses);
+    for (int id = 0; id < kClasses; ++id) cursor[size_t(id)] = parts[size_t(id)].first;
+    Codes codes(plain.values, plain.changed);
+    const uint8_t* wide = plain.wide;
+    for (int64_t j = 0; j < plain.changed; ++j) {
+        const int64_t at = cursor[ids[size_t(j)]]++;
+        rank_of[size_t(at)] = ranks[size_t(j)];
+        const unsigned code = codes.next();
+        out.values[at] = uint8_t(code);
+        if (code == kEscape) {
+            wide_of[size_t(at)] = load<T>(wide);
+            wide += E::kSize;
+        }
+    }
+    out.changed = plain.changed;
+    out.wide_count = 0;
+    for (int64_t at = 0; at < plain.changed; ++at)
+        if (out.values[at] == kEscape) store<T>(out.wide + E::kSize * out.wide_count++, wide_of[size_t(at)]);
+    join_values(out.values, out.changed);
+
+    uint8_t* quotient = classes.quotients;
+    store<uint16_t>(classes.low, uint16_t(count));
+    uint8_t* record = classes.low + 2;
+    BitWriter low(record + count * kRecord);
+    for (int id = kClasses - 1; id >= 0; --id) {
+        const ClassPart& part = parts[size_t(id)];
+        if (part.changed == 0) continue;
+        record[0] = uint8_t(id);
+        record[1] = uint8_t(part.k);
+        store<uint32_t>(record + 2, uint32_t(part.changed));
+        record += kRecord;
+        int64_t next = 0;
+        for (int64_t at = part.first; at < part.first + part.changed; ++at) {
+            const int64_t gap = int64_t(rank_of[size_t(at)]) - next;
+            next = int64_t(rank_of[size_t(at)]) + 1;
+            int64_t q = gap >> part.k;
+            for (; q >= kSkip; q -= kSkip) *quotient++ = kSkip;
+            *quotient++ = uint8_t(q);
+            low.put(uint64_t(gap & ((int64_t{1} << part.k) - 1)), part.k);
+        }
+    }
+    classes.quotients_size = quotient - classes.quotients;
+    classes.low_size = 2 + count * kRecord + low.finish();
+}
+
+// Reads the gaps of one class; `bad` once the streams end too soon.
+class GapReader {
+   public:
+    const uint8_t *quotient = nullptr, *quotient_end = nullptr, *low = nullptr, *low_end = nullptr;
+    int64_t bit = 0;
+    int k = 0;
+    bool bad = false;
+
+    int64_t next() {
+        int64_t q = 0;
+        for (;;) {
+            if (quotient == quotient_end) return fail();
+            const unsigned byte = *quotient++;
+            q += byte;
+            if (byte != kSkip) break;
+        }
+        uint64_t word = 0;
+        const uint8_t* from = low + (bit >> 3);
+        const int64_t left = low_end - from;
+        if (left < 0 || (bit & 7) + k > 8 * left) return fail();
+        std::memcpy(&word, from, size_t(std::min<int64_t>(8, left)));
+        word = (word >> (bit & 7)) & ((uint64_t{1} << k) - 1);
+        bit += k;
+        return (q << k) + int64_t(word);
+    }
+
+   private:
+    int64_t fail() {
+        bad = true;
+        return 0;
+    }
+};
+
+template <class E>
+bool out_of_classes(ClassOf<E> class_of, const uint8_t* base, int64_t n, const RefitStreams& in, const RefitClasses& classes, RefitStreams& plain) {
+    using T = typename E::T;
+    if (classes.low_size < 2) return false;
+    const int count = load<uint16_t>(classes.low);
+    const int64_t head = 2 + int64_t(count) * kRecord;
+    if (count > kClasses || classes.low_size < head) return false;
+    std::vector<ClassPart> parts(kClasses);
+    std::vector<int> order;
+    int64_t first = 0, bits = 0;
+    for (int j = 0, above = kClasses; j < count; ++j) {
+        const uint8_t* record = classes.low + 2 + j * kRecord;
+        const ClassPart part{record[0], record[1], load<uint32_t>(record + 2), first, 0};
+        if (part.id >= above || part.k > kMostLow || part.changed == 0) return false;
+        above = part.id;
+        first += part.changed;
+        bits += part.changed * part.k;
+        if (first > in.changed) return false;
+        parts[size_t(part.id)] = part;
+        order.push_back(part.id);
+    }
+    const int64_t tail = bits & 7;
+    if (first != in.changed || classes.low_size != head + (bits + 7) / 8) return false;
+    if (tail != 0 && classes.low[classes.low_size - 1] >> tail) return false;
+
+    // One reader a class: where its quotients and low bits begin is known only after those before it.
+    std::vector<GapReader> readers(kClasses);
+    const uint8_t *quotient = classes.quotients, *quotient_end = classes.quotients + classes.quotients_size;
+    int64_t bit = 0;
+    Codes codes(in.values, in.changed);
+    std::vector<uint8_t> code_of(size_t(in.changed));
+    for (int64_t j = 0; j < in.changed; ++j) code_of[size_t(j)] = uint8_t(codes.next());
+    int64_t wide = 0, at = 0;
+    for (const int id : order) {
+        ClassPart& part = parts[size_t(id)];
+        GapReader& reader = readers[size_t(id)];
+        reader.quotient = quotient;
+        reader.quotient_end = quotient_end;
+        reader.low = classes.low + head;
+        reader.low_end = classes.low + classes.low_size;
+        reader.bit = bit;
+        reader.k = part.k;
+        part.wide = wide;
+        for (int64_t end = at + part.changed; at < end; ++at) {
+            while (quotient != quotient_end && *quotient == kSkip) ++quotient;
+            if (quotient == quotient_end) return false;
+            ++quotient;
+            wide += code_of[size_t(at)] == kEscape;
+        }
+        bit += part.changed * part.k;
+    }
+    if (quotient != quotient_end || wide != in.wide_count || !values_agree<E>(in)) return false;
+
+    // Walk the base: each class counts down to its next mark.
+    std::vector<int64_t> left(kClasses, INT64_MAX);
+    std::vector<int64_t> open(kClasses, 0);
+    for (const int id : order) {
+        left[size_t(id)] = readers[size_t(id)].next();
+        open[size_t(id)] = parts[size_t(id)].changed;
+    }
+    uint8_t* gap = plain.where;
+    int64_t next = 0, marks = 0;
+    plain.wide_count = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const size_t id = size_t(class_of(base, i));
+        if (__builtin_expect(left[id]-- != 0, 1)) continue;
+        ClassPart& part = parts[id];
+        int64_t skip = i - next;
+        next = i + 1;
+        for (; skip >= kSkip; skip -= kSkip) *gap++ = kSkip;
+        *gap++ = uint8_t(skip);
+        const uint8_t code = code_of[size_t(part.first++)];
+        plain.values[marks++] = code;
+        if (code == kEscape) store<T>(plain.wide + E::kSize * plain.wide_count++, load<T>(in.wide + E::kSize * part.wide++));
+        left[id] = --open[id] > 0 ? readers[id].next() : INT64_MAX;
+        if (readers[id].bad) return false;
+    }
+    if (marks != in.changed) return false;
+    plain.changed = marks;
+    plain.where_size = gap - plain.where;
+    join_values(plain.values, marks);
+    return true;
+}
+
+inline void to_classes(int kind, int shift, int width, const uint8_t* base, int64_t n, const RefitStreams& plain, RefitStreams& out, RefitClasses& classes) {
+    with_element(kind, [&](auto e) {
+        into_classes(ClassOf<decltype(e)>{shift, (1 << width) - 1}, base, n, plain, out, classes);
+    });
+}
+inline bool from_classes(int kind, int shift, int width, const uint8_t* base, int64_t n, const RefitStreams& in, const RefitClasses& classes, RefitStreams& plain) {
+    return with_element(kind, [&](auto e) {
+        return out_of_classes(ClassOf<decltype(e)>{shift, (1 << width) - 1}, base, n, in, classes, plain);
+    });
+}
+
+}  // namespace halfbyte::HALFBYTE_ISA

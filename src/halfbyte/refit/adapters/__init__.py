@@ -1,0 +1,1 @@
+"""Targets of a refit: what takes new weights."""

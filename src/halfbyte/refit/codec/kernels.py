@@ -1,0 +1,166 @@
+"""The kernels of the codec as one protocol, and which implementation runs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+
+from halfbyte.errors import ConfigError
+from halfbyte.refit.arrays import Bytes
+from halfbyte.refit.codec.element import Element
+
+__all__ = ["Classed", "CodecKernels", "Marked", "Room", "available", "kernels"]
+
+
+@dataclass(frozen=True, eq=False)
+class Marked:
+    """Changed places of a block and their new values, as streams.
+
+    ``where``: gaps (a byte below 255 skips that many elements and marks the next; 255 skips 255 and marks none) or, for
+    bitmask blocks, one bit an element, lowest first. ``values``: 4 bits a change, the first in the low half: zigzag of the
+    rank's difference minus one, or 15 where ``wide`` has the zigzag itself in the element's width.
+    """
+
+    changed: int
+    where: Bytes
+    values: Bytes
+    wide: Bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Classed:
+    """Marks in class order: classes of the base's exponent from the highest down, within a class by position.
+
+    A gap counts elements of its own class. ``quotients``: gap >> k, written like gaps (255 skips 255 and marks none).
+    ``low``: the number of classes (2 bytes), for each its number, its k (a byte each) and its changes (4 bytes), then the
+    low k bits of every gap, lowest bit first. ``values`` and ``wide`` are as in ``Marked``, in class order.
+    """
+
+    changed: int
+    quotients: Bytes
+    values: Bytes
+    wide: Bytes
+    low: Bytes
+
+
+class Room:
+    """Memory that is used again from block to block; for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Bytes] = {}
+
+    def take(self, name: str, size: int) -> Bytes:
+        """uint8 [size], whatever it holds; valid until the name is taken again."""
+        held = self._held.get(name)
+        if held is None or held.size < size:
+            held = self._held[name] = np.empty(size, np.uint8)
+        return held[:size]
+
+
+class CodecKernels(Protocol):
+    """Work on one block. All arrays are uint8, contiguous; ``base``, ``target`` and ``data`` hold the same whole elements.
+
+    Streams made in a ``room`` are views of it, valid until the next block is worked on in it.
+
+    Streams given to ``apply_*`` and ``revert_*`` must have passed ``check_*``: they are trusted, so that a write starts
+    only after everything was checked.
+    """
+
+    @property
+    def name(self) -> str:
+        """``reference`` or an instruction set."""
+        ...
+
+    def sparse(
+        self, element: Element, base: Bytes, target: Bytes, most: int, room: Room | None = None
+    ) -> Marked | None:
+        """Changed places as gaps; None as soon as more than ``most`` are found."""
+        ...
+
+    def bitmask(self, element: Element, base: Bytes, target: Bytes, room: Room | None = None) -> Marked:
+        """Changed places as a mask."""
+        ...
+
+    def is_fill(self, element: Element, target: Bytes) -> bool:
+        """All elements are equal (one element at least)."""
+        ...
+
+    def xor(self, element: Element, base: Bytes, target: Bytes) -> Bytes:
+        """base ^ target, byte 0 of every element first, then byte 1, and so on."""
+        ...
+
+    def check_sparse(self, element: Element, marked: Marked, elements: int) -> bool:
+        """Whether the streams agree with each other and stay within the block."""
+        ...
+
+    def check_bitmask(self, element: Element, marked: Marked, elements: int) -> bool:
+        """Likewise for a mask."""
+        ...
+
+    def apply_sparse(self, element: Element, data: Bytes, marked: Marked) -> Bytes:
+        """Writes the new values; returns the old ones (``element.size`` bytes each)."""
+        ...
+
+    def apply_bitmask(self, element: Element, data: Bytes, marked: Marked) -> Bytes:
+        """Likewise for a mask."""
+        ...
+
+    def apply_xor(self, element: Element, data: Bytes, planes: Bytes) -> None:
+        """Undoes itself."""
+        ...
+
+    def revert_sparse(self, element: Element, data: Bytes, gaps: Bytes, old: Bytes) -> None:
+        """Puts the old values back."""
+        ...
+
+    def revert_bitmask(self, element: Element, data: Bytes, mask: Bytes, old: Bytes) -> None:
+        """Likewise for a mask."""
+        ...
+
+    def to_classes(self, element: Element, base: Bytes, marked: Marked) -> Classed:
+        """The same changes in class order."""
+        ...
+
+    def from_classes(self, element: Element, base: Bytes, classed: Classed) -> Marked | None:
+        """Back to position order; None where the streams do not fit each other or the base (checked, unlike ``apply_*``)."""
+        ...
+
+
+def available() -> list[str]:
+    """Names that :func:`kernels` accepts here, the fastest last."""
+    return list(_implementations())
+
+
+def kernels(name: str = "") -> CodecKernels:
+    """The kernels of that name; by default those that ``HALFBYTE_KERNELS`` names, or the fastest.
+
+    Raises:
+        ConfigError: not built, or not for this processor.
+    """
+    found = _implementations()
+    name = name or os.environ.get("HALFBYTE_KERNELS") or "native"
+    if name == "native":
+        return list(found.values())[-1]
+    if name not in found:
+        raise ConfigError(
+            f"there are no codec kernels named {name!r} here",
+            where="HALFBYTE_KERNELS or the argument of kernels()",
+            expected="native, " + ", ".join(found),
+        )
+    return found[name]
+
+
+@cache
+def _implementations() -> dict[str, CodecKernels]:
+    from halfbyte.refit.codec.reference import ReferenceCodec
+
+    found: dict[str, CodecKernels] = {"reference": ReferenceCodec()}
+    try:
+        from halfbyte.refit.codec import native
+    except ImportError:
+        return found
+    return found | {isa: native.NativeCodec(isa) for isa in native.instruction_sets()}

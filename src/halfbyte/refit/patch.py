@@ -1,0 +1,173 @@
+"""A patch: absolute new and old values at the changed places, ready to be written.
+
+A delta is relative and compressed; before a target is paused it is decoded against the bytes the target holds and becomes a
+patch. Writing a patch is a scatter and nothing else, so the pause is short. Both directions are idempotent: writing the new
+values over a half-written block completes it, writing the old values takes it back, in any order and any number of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from halfbyte.refit.arrays import Bytes, TensorInfo
+from halfbyte.refit.errors import WrongBaseError
+
+__all__ = ["BlockPatch", "Change", "Side", "Stamp", "Update", "patch_between", "write_block"]
+
+Side = Literal["old", "new"]
+
+#: A block of which more than this share changes is kept whole: positions would only add to it.
+_DENSE = 0.4
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Which weights something holds.
+
+    Arguments:
+        run: name of the training run.
+        version: weight version; grows with every publication of a run.
+        state: hex digest of all names, dtypes, shapes and bytes.
+    """
+
+    run: str
+    version: int
+    state: str
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPatch:
+    """The changed units of one stretch of a flattened tensor.
+
+    A unit is one element, or one byte where elements are smaller (F4).
+
+    Arguments:
+        begin: byte at which the stretch begins.
+        positions: unit numbers within the stretch, ascending, uint32[n]; None: all of it, in order.
+        old, new: values there, unsigned integers of a unit's width, [n].
+    """
+
+    begin: int
+    positions: npt.NDArray[np.uint32] | None
+    old: npt.NDArray[np.unsignedinteger]
+    new: npt.NDArray[np.unsignedinteger]
+
+    @property
+    def count(self) -> int:
+        """Units that are written."""
+        return len(self.new)
+
+    @property
+    def memory(self) -> int:
+        """Bytes this patch occupies."""
+        return self.old.nbytes + self.new.nbytes + (0 if self.positions is None else self.positions.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What happens to one tensor.
+
+    Arguments:
+        before: name, dtype and shape before; None: it is added.
+        after: the same afterwards; None: it is removed.
+        blocks: the changed stretches in order, where dtype and shape stay (``before == after``).
+        old, new: all bytes, where the tensor is added, removed, or changes dtype or shape; else None.
+    """
+
+    before: TensorInfo | None
+    after: TensorInfo | None
+    blocks: tuple[BlockPatch, ...] = ()
+    old: Bytes | None = None
+    new: Bytes | None = None
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        info = self.after or self.before
+        assert info is not None
+        return info.name
+
+    @property
+    def in_place(self) -> bool:
+        """Dtype and shape stay; ``blocks`` say what changes."""
+        return self.before is not None and self.before == self.after
+
+    def positions(self) -> npt.NDArray[np.int64]:
+        """All changed units of an in-place change, ascending, counted over the flattened tensor."""
+        parts = []
+        for block in self.blocks:
+            start = block.begin // block.new.itemsize
+            inside = np.arange(block.count) if block.positions is None else block.positions.astype(np.int64)
+            parts.append(inside + start)
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """Everything that takes a target from one version to another, checked and decoded.
+
+    Arguments:
+        source: what the target holds now; None where it could not be named (it was compared block by block).
+        target: what it will hold.
+        changes: by name; tensors that stay are not listed.
+    """
+
+    source: Stamp | None
+    target: Stamp
+    changes: tuple[Change, ...]
+
+    @property
+    def changed(self) -> int:
+        """Units written by in-place changes."""
+        return sum(block.count for change in self.changes for block in change.blocks)
+
+
+def patch_between(before: Bytes, after: Bytes, unit: int, begin: int = 0) -> BlockPatch | None:
+    """The patch that turns one stretch into the other, or None where they are equal.
+
+    Arguments:
+        before, after: uint8[n], n a multiple of ``unit``.
+        unit: bytes of a unit: 1, 2, 4 or 8.
+        begin: byte of the tensor at which the stretch begins.
+    """
+    kind = np.dtype(f"<u{unit}")
+    old, new = before.view(kind), after.view(kind)
+    positions = np.flatnonzero(old != new)
+    if not len(positions):
+        return None
+    if len(positions) > _DENSE * len(new):
+        return BlockPatch(begin, None, old.copy(), new.copy())
+    return BlockPatch(begin, positions.astype(np.uint32), old[positions], new[positions])
+
+
+def write_block(data: Bytes, block: BlockPatch, side: Side, *, expect: Sequence[Side] = ()) -> None:
+    """Write one side of a patch into a flattened tensor.
+
+    Arguments:
+        data: the tensor's own bytes, writable uint8[n].
+        side: which values.
+        expect: sides that every unit may hold now; empty: anything (a torn block is completed).
+    Raises:
+        WrongBaseError: some unit holds neither; nothing was written.
+    """
+    unit = block.new.itemsize
+    length = block.count if block.positions is None else (data.size - block.begin) // unit
+    view = data[block.begin : block.begin + length * unit].view(block.new.dtype)
+    where = slice(None) if block.positions is None else block.positions
+    if expect:
+        held = view[where]
+        allowed = np.zeros(block.count, bool)
+        for name in expect:
+            allowed |= held == getattr(block, name)
+        if not allowed.all():
+            raise WrongBaseError(
+                f"{int((~allowed).sum())} values changed under the refit after they were checked",
+                where=f"byte {block.begin} and following",
+                fix="let nothing else write to the weights; the next attempt starts from what they hold now",
+            )
+    view[where] = getattr(block, side)

@@ -1,0 +1,130 @@
+"""The way of the weights: every update of a run goes through the refit store in its folder and from there to the engine.
+
+So a run can be followed while it goes (``halfbyte refit follow --store RUN/refit``), and what is sampled from is what was
+published, to the bit. The store is not synced file by file: a kill leaves it whole, and after a power failure it is made
+again from the checkpoint that the run resumes from.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from halfbyte.errors import RefitError
+from halfbyte.learner.learner import Learner
+from halfbyte.refit.disk import Disk
+from halfbyte.refit.head import read_head
+from halfbyte.refit.local import take
+from halfbyte.refit.patch import Update
+from halfbyte.refit.publisher import Publisher, PublishOptions
+from halfbyte.refit.retention import Retention, collect
+from halfbyte.refit.state import StateHash
+from halfbyte.refit.store.filesystem import FilesystemStore
+from halfbyte.rollout.code_changes import code_changes
+from halfbyte.rollout.engine import Engine
+from halfbyte.rollout.refit_target import EngineTarget
+
+__all__ = ["WeightPath"]
+
+#: Versions between two collections of what no reader needs any more.
+COLLECT_EVERY = 64
+#: The objects were decoded before HEAD names them, and a local file that was written can be read. Skips come from a history
+#: that does not grow with the model: a run's memory belongs to the learner.
+OPTIONS = PublishOptions(read_back=False, skip_levels=3, history_bytes=64 << 20)
+
+
+class _Unsynced(Disk):
+    """File operations without waiting for the platter."""
+
+    def sync(self, path: Path) -> None:
+        """Left to the system."""
+
+
+class WeightPath:
+    """Opens the store of a run: a new one, or that of a run that goes on from ``version``.
+
+    Arguments:
+        folder: ``RUN/refit``.
+        engine: serves the learner's published weights under ``version``.
+        learner: whose weights are published.
+        version: the weight version they have.
+    """
+
+    def __init__(self, folder: Path, engine: Engine, learner: Learner, version: int) -> None:
+        self.folder, self.engine, self.learner = folder, engine, learner
+        self.store = FilesystemStore(folder, disk=_Unsynced())
+        tensors = self._tensors()
+        self.publisher = self._resumed(tensors, version) or self._begun(tensors, version)
+        self.target = EngineTarget(engine, tensors, stamp=self.publisher.head.stamp)
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Make the learner's weights the next version, in the store and in the engine.
+
+        Returns:
+            Metrics of the step, see docs/run-folder.md.
+        Raises:
+            RefitError, NumericsError: the engine serves the version it served.
+        """
+        before = self.engine.weights
+        done = self.publisher.publish(self._tensors(), version=version)
+        assert done.update is not None
+        started = time.perf_counter()
+        pause = take(self.target, done.update)
+        taken = time.perf_counter()
+        if version % COLLECT_EVERY == 0:
+            collect(self.store, Retention(versions=COLLECT_EVERY))
+        codes = code_changes(before, self.engine.weights)
+        fp4 = {}
+        if codes.codes:
+            fp4 = {
+                "refit/changed_codes": codes.changed_codes / codes.codes,
+                "refit/changed_scales": codes.changed_scales / codes.scales,
+                "refit/avalanches": float(codes.avalanches),
+            }
+        return {
+            "refit/changed": _differing(done.update) / max(done.elements, 1),
+            "refit/bytes": float(done.payload_bytes),
+            "refit/full_bytes": float(done.full_bytes),
+            **fp4,
+            "time/encode": done.encode_seconds,
+            "time/store": done.store_seconds + done.upkeep_seconds,
+            "time/stage": taken - started - pause,
+            "time/pause": pause,
+        }
+
+    def _tensors(self) -> dict[str, Tensor]:
+        parameters = self.learner.parameters
+        return dict(parameters.published()) | parameters.published_scales()
+
+    def _resumed(self, tensors: dict[str, Tensor], version: int) -> Publisher | None:
+        """The store as it was at ``version``; None where it does not hold these very weights under that number."""
+        try:
+            found = read_head(self.store)
+            if found is None:
+                return None
+            publisher = Publisher(self.store, found[0].run, options=OPTIONS)
+            if publisher.head.version != version:
+                publisher.rewind(version)
+            same = StateHash.of(tensors, OPTIONS.block).digest() == publisher.head.state
+            return publisher if same else None
+        except RefitError:
+            return None
+
+    def _begun(self, tensors: dict[str, Tensor], version: int) -> Publisher:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", self.folder.resolve().parent.name).strip("-._")[:60] or "run"
+        publisher = Publisher(self.store, f"{name}-{secrets.token_hex(4)}", options=OPTIONS)
+        publisher.publish(tensors, version=version)
+        return publisher
+
+
+def _differing(update: Update) -> int:
+    """Elements whose bits differ; a patch of a dense block writes equal ones, too."""
+    blocks = [block for change in update.changes for block in change.blocks]
+    return sum(int(np.count_nonzero(block.old != block.new)) for block in blocks)
