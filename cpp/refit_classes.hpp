@@ -23,23 +23,38 @@ inline int low_bits(int64_t members, int64_t changed) {
     return k;
 }
 
-// Classes of the base, a tile at a time, one byte an element. What is left of the last 64 elements is no class's.
+// Classes of the base, a tile at a time, one byte an element. Bytes past the end are any class's.
 constexpr int64_t kTile = 4096;
 template <class E>
 struct Tile {
     uint8_t ids[kTile];
-    uint64_t beyond = 0;  // bits of the last word that lie past the end
-    int64_t words = 0;
+    int64_t count = 0, words = 0;
 
     void read(ClassOf<E> class_of, const uint8_t* base, int64_t begin, int64_t n) {
-        const int64_t count = std::min(kTile, n - begin);
-        for (int64_t i = 0; i < count; ++i) ids[i] = uint8_t(class_of(base, begin + i));
+        using T = typename E::T;
+        count = std::min(kTile, n - begin);
         words = (count + 63) / 64;
-        beyond = count % 64 ? ~uint64_t{0} << count % 64 : 0;
+        const int64_t here = count;
+        if constexpr (E::kBits == 4) {
+            for (int64_t i = 0; i < here; ++i) ids[i] = uint8_t(class_of(base, begin + i));
+        } else {
+            // Through arrays that nothing else can point into: else the loop would not become vectors.
+            const int shift = class_of.shift;
+            const T mask = T(class_of.mask);
+            int64_t i = 0;
+            for (; i + 64 <= here; i += 64) {
+                T v[64];
+                uint8_t low[64];
+                std::memcpy(v, E::at(base, begin + i), sizeof v);
+                for (int j = 0; j < 64; ++j) low[j] = uint8_t(T(v[j] >> shift) & mask);
+                std::memcpy(ids + i, low, sizeof low);
+            }
+            for (; i < here; ++i) ids[i] = uint8_t(class_of(base, begin + i));
+        }
     }
-    uint64_t members(int64_t word, int id) const {
-        const uint64_t mask = equal64(ids + 64 * word, uint8_t(id));
-        return word + 1 == words ? mask & ~beyond : mask;
+    uint64_t members(int64_t word, int id) const { return equal64(ids + 64 * word, uint8_t(id)); }
+    int64_t beyond(int id) const {
+        return count % 64 ? __builtin_popcountll(members(words - 1, id) & ~uint64_t{0} << count % 64) : 0;
     }
 };
 
@@ -115,7 +130,7 @@ void into_classes(ClassOf<E> class_of, const uint8_t* base, int64_t n, const Ref
                 }
                 members += __builtin_popcountll(mask);
             }
-            seen[size_t(id)] = members;
+            seen[size_t(id)] = members - tile.beyond(id);
             cursor[size_t(id)] = at;
         }
     }
@@ -162,6 +177,22 @@ void into_classes(ClassOf<E> class_of, const uint8_t* base, int64_t n, const Ref
     }
     classes.quotients_size = quotient - classes.quotients;
     classes.low_size = 2 + count * kRecord + low.finish();
+}
+
+// The member that comes after `until` others, counted from the beginning of a word: its word (`words`: behind the tile), bit, and
+// how many are to come before it from that word on.
+struct Hit {
+    int64_t word, until;
+    int bit;
+};
+inline Hit next_member(const uint8_t* ids, int64_t words, int id, int64_t word, int64_t until) {
+    for (; word < words; ++word) {
+        const uint64_t mask = equal64(ids + 64 * word, uint8_t(id));
+        const int64_t members = __builtin_popcountll(mask);
+        if (until < members) return {word, until, nth_bit(mask, until)};
+        until -= members;
+    }
+    return {words, until, 0};
 }
 
 // Reads the gaps of one class; `bad` once the streams end too soon.
@@ -268,31 +299,26 @@ bool out_of_classes(ClassOf<E> class_of, const uint8_t* base, int64_t n, const R
         tile.read(class_of, base, begin, n);
         std::fill(marked, marked + tile.words, uint64_t{0});
         for (const int id : order) {
-            int64_t until = left[size_t(id)], rest = open[size_t(id)];
-            if (rest == 0) continue;
+            if (open[size_t(id)] == 0) continue;
+            GapReader& reader = readers[size_t(id)];
             ClassPart& part = parts[size_t(id)];
-            for (int64_t w = 0; w < tile.words; ++w) {
-                const uint64_t mask = tile.members(w, id);
-                const int64_t members = __builtin_popcountll(mask);
-                while (until < members) {
-                    const int bit = nth_bit(mask, until);
-                    marked[w] |= uint64_t{1} << bit;
-                    const size_t at = size_t(64 * w + bit);
-                    const uint32_t change = uint32_t(part.first++);
-                    change_at[at] = change;
-                    if (code_of[change] == kEscape) wide_at[at] = load<T>(in.wide + E::kSize * part.wide++);
-                    if (--rest == 0) {
-                        until = INT64_MAX;
-                        break;
-                    }
-                    until += 1 + readers[size_t(id)].next();
-                    if (readers[size_t(id)].bad) return false;
+            for (int64_t w = 0, until = left[size_t(id)];;) {
+                const Hit hit = next_member(tile.ids, tile.words, id, w, until);
+                if (hit.word == tile.words) {
+                    left[size_t(id)] = hit.until;
+                    break;
                 }
-                if (rest == 0) break;
-                until -= members;
+                w = hit.word;
+                const size_t at = size_t(64 * w + hit.bit);
+                if (int64_t(at) >= tile.count) return false;
+                marked[w] |= uint64_t{1} << hit.bit;
+                const uint32_t change = uint32_t(part.first++);
+                change_at[at] = change;
+                if (code_of[change] == kEscape) wide_at[at] = load<T>(in.wide + E::kSize * part.wide++);
+                if (--open[size_t(id)] == 0) break;
+                until = hit.until + 1 + reader.next();  // counted from the word's first member
+                if (reader.bad) return false;
             }
-            left[size_t(id)] = until;
-            open[size_t(id)] = rest;
         }
         for (int64_t w = 0; w < tile.words; ++w) {
             for (uint64_t hits = marked[w]; hits != 0; hits &= hits - 1) {
