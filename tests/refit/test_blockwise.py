@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from halfbyte.errors import RefitError
 from halfbyte.refit.blockwise import PART, TensorFold
 from halfbyte.refit.codec import Profile, TensorDelta, apply, available, encode, kernels
+from halfbyte.refit.codec.delta import ROW, _check_columns, _check_rows
 from halfbyte.refit.patch import write_block
 
 UNITS = (1, 2, 4, 8)
@@ -134,3 +135,24 @@ def test_a_fold_finds_damage_and_lies() -> None:
     lie = TensorDelta(delta.dtype, delta.elements, delta.block, table, delta.payload)
     with pytest.raises(RefitError, match="other weights than it promised"):
         TensorFold("BF16", lambda: before, [lie], "here").part(0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["BF16", "F4"]), st.sampled_from([0.0, 0.05, 0.6]), st.sampled_from(["fast", "max"]), st.data())
+def test_rows_and_columns_of_a_table_are_held_to_the_same_rules(
+    dtype: str, share: float, profile: Profile, data: st.DataObject
+) -> None:
+    before, after = versions(dtype, 2, [share], 2, 300)
+    delta = encode(dtype, before, after, profile, block=64)
+    table = bytearray(delta.table.tobytes())
+    for _ in range(data.draw(st.integers(0, 2))):
+        table[data.draw(st.integers(0, len(table) - 1))] = data.draw(st.sampled_from([0, 1, 2, 5, 6, 255]))
+    rows = np.frombuffer(bytes(table), ROW)
+    lie = TensorDelta(delta.dtype, delta.elements, delta.block, rows, delta.payload)
+    verdicts = []
+    for check in (_check_rows, _check_columns):
+        try:
+            verdicts.append(check(lie, "here"))
+        except RefitError as error:
+            verdicts.append("stream" if "of streams" in str(error) else "refused")
+    assert verdicts[0] == verdicts[1]
