@@ -287,6 +287,25 @@ def test_two_collections_at_once(tmp_path: Path) -> None:
     assert new_reader(store, kept[9])
 
 
+def test_a_lease_that_comes_while_doomed_keys_are_chosen_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, clock, _, _, _ = filled()
+    collect(store, KEEP)
+    clock.now += 200
+    doomed = tuple(sorted(json.loads(store.get(DOOMED))))
+    looks, listing = [], store.list
+
+    def list_(prefix: str) -> Any:
+        if prefix == "leases":
+            looks.append(prefix)
+            if len(looks) == 2:
+                write_lease(store, Lease("late", keys=doomed))
+        return listing(prefix)
+
+    monkeypatch.setattr(store, "list", list_)
+    assert collect(store, KEEP).deleted == 0
+    assert set(doomed) <= keys(store)
+
+
 @pytest.mark.parametrize("lost", ["not json", "[" * 100_000, "NaN", "Infinity"])
 def test_a_list_of_doomed_keys_that_was_lost_only_costs_time(lost: str) -> None:
     store, clock, _, _, kept = filled()
