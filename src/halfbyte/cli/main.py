@@ -19,6 +19,7 @@ from halfbyte.cli.doctor import doctor
 from halfbyte.cli.generate import generate
 from halfbyte.cli.refit import make_refit
 from halfbyte.cli.report import report
+from halfbyte.cli.study import make_study
 from halfbyte.cli.train import train
 from halfbyte.errors import UserError
 
@@ -38,6 +39,7 @@ def make_app() -> App:
         app.command(command)
     app.command(make_bench())
     app.command(make_refit())
+    app.command(make_study())
     return app
 
 
