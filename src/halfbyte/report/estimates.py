@@ -1,4 +1,4 @@
-"""Charts of a study: estimates with intervals by name, accuracy against cost, and many small curves. Inline SVG as in ``chart.py``."""
+"""Charts of a study: estimates with intervals by name, accuracy against cost, small curves. Inline SVG as in ``chart.py``."""
 
 from __future__ import annotations
 

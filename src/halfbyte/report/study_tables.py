@@ -55,17 +55,12 @@ def _tables(group: Mapping[str, Any], reference: str) -> list[Table]:
             ]
         )
     keys = [("final", "final"), ("area", "area"), *((f"deployed/{p}", f"in {p}") for p in precisions)]
-    paired = [["arm", "pairs", *(text for _, name in keys for text in (f"{name}, points", "bootstrap 95%", "t 95%"))]]
+    paired = [["arm", "accuracy", "pairs", "points", "bootstrap 95%", "t 95%"]]
     for row in rows:
         found = row["differences"]
-        if found:
-            paired.append(
-                [
-                    row["arm"],
-                    str(max(item["n"] for item in found.values())),
-                    *(text for key, _ in keys for text in _points(found.get(key))),
-                ]
-            )
+        paired += [
+            [row["arm"], name, str(found[key]["n"]), *_points(found[key])] for key, name in keys if found.get(key)
+        ]
     tables = [Table("Accuracy (* no arm is both better and cheaper in rollout)", accuracy)]
     if len(paired) > 1:
         tables.append(Table(f"Difference to {reference}, paired by seed", paired))
@@ -134,10 +129,8 @@ def _range(found: Mapping[str, Any] | None) -> str:
     return NONE if found is None or found["low"] is None else f"{found['low']:.3f} to {found['high']:.3f}"
 
 
-def _points(found: Mapping[str, Any] | None) -> list[str]:
+def _points(found: Mapping[str, Any]) -> list[str]:
     """Mean difference in points, and its two intervals."""
-    if found is None:
-        return [NONE] * 3
     mean = f"{100 * found['mean']:+.1f}"
     if found["low"] is None:
         return [mean, "one seed", "one seed"]

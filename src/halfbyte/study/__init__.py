@@ -1,4 +1,4 @@
-"""Arms x seeds on identical prompts and budgets: what a method buys, with intervals. Imports no torch; runs are child processes."""
+"""Arms x seeds on identical prompts and budgets: what a method buys, with intervals. No torch; runs are child processes."""
 
 from halfbyte.study.analysis import analyse
 from halfbyte.study.arms import BUILT_IN, Arm

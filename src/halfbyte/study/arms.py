@@ -36,6 +36,7 @@ FREE = (
     "train.save_trajectories_every",
     "train.saved_trajectories",
     "train.threads",
+    "train.delta_precision",
     "alignment.memory_mb",
     "learner.require_parity",
 )

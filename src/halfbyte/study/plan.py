@@ -23,7 +23,9 @@ __all__ = ["Job", "Plan", "load_plan"]
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 #: The study sets these itself.
-OWN = ("train.seed", "train.out", "train.threads", "train.tracker")
+OWN = ("train.seed", "train.out", "train.threads", "train.tracker", "train.delta_precision")
+#: Updates of every arm are counted in these FP4 coordinates, also where nothing ran in FP4.
+COORDINATES = "w4a4kv4"
 
 
 class StudySection(Section):
@@ -110,7 +112,12 @@ class Plan:
     def _job(self, arm: Arm, point: Mapping[str, Any], seed: int) -> Job:
         name = "--".join([_slug(arm.name), *(_slug(f"{key}={_text(value)}") for key, value in point.items())])
         folder = self.folder / "runs" / name / f"seed_{seed}"
-        own = {"train.seed": seed, "train.out": str(folder), "train.threads": self.section.threads}
+        own = {
+            "train.seed": seed,
+            "train.out": str(folder),
+            "train.threads": self.section.threads,
+            "train.delta_precision": COORDINATES,
+        }
         where = f"arm {arm.name}" + "".join(f", {key} = {_text(value)}" for key, value in point.items())
         # An arm's own keys win over an axis: an axis varies what the arms share.
         return Job(arm.name, point, seed, folder, configured(self.base, {**point, **arm.sets, **own}, where))

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ class RunRecord:
             points += [(self.steps, 0.0), (self.planned, 0.0)]
         if len(points) < 2 or points[-1][0] <= points[0][0]:
             return None
-        total = math.fsum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in zip(points, points[1:]))
+        total = math.fsum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(points))
         return total / (points[-1][0] - points[0][0])
 
     @property
@@ -245,7 +246,12 @@ def _records_at(path: Path) -> list[RunRecord]:
 
 
 def _grouped(records: list[RunRecord]) -> list[RunRecord]:
-    """Runs without a group get one: the keys in which their settings differ from each other."""
+    """Runs without a group join that of a study with the same setting; the others get one that names the keys in which their
+    settings differ from each other."""
+    studied = {json.dumps(r.setting, sort_keys=True): r.group for r in reversed(records) if r.group}
+    records = [
+        r if r.group else replace(r, group=studied.get(json.dumps(r.setting, sort_keys=True), "")) for r in records
+    ]
     loose = [record for record in records if not record.group]
     texts = [{key: json.dumps(value) for key, value in record.setting.items()} for record in loose]
     keys = sorted({key for text in texts for key in text})
