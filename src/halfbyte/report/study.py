@@ -118,7 +118,10 @@ def _forest(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], line: float 
         for key in keys:
             found = found.get(key) if found else None
         if found:
-            intervals.append(Interval(row["arm"], found["mean"], _pair(found, "low"), _pair(found, "t_low")))
+            wide = _pair(found, "t_low")
+            if wide is not None:  # of two or three seeds it may pass what an accuracy can be
+                wide = (max(wide[0], -1.0 if line is not None else 0.0), min(wide[1], 1.0))
+            intervals.append(Interval(row["arm"], found["mean"], _pair(found, "low"), wide))
     x_label = "accuracy" if line is None else "difference in accuracy"
     return forest_chart(f"{' '.join(keys)} by arm", intervals, x_label=x_label, line=line)
 

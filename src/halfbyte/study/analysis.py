@@ -115,7 +115,7 @@ def _arm(
 def _difference(runs: Sequence[RunRecord], base: Mapping[int, RunRecord], value: Value) -> dict[str, Any] | None:
     pairs = [(value(run), value(base[run.seed])) for run in runs if run.seed in base]
     found = estimate([mine - other for mine, other in pairs if mine is not None and other is not None])
-    return found and found.to_json()
+    return None if found is None else found.to_json()
 
 
 def _deployed(precision: str) -> Value:
@@ -134,7 +134,7 @@ def _guidance(run: RunRecord) -> float | None:
 
 def _estimate(runs: Sequence[RunRecord], value: Value) -> dict[str, Any] | None:
     found = estimate([v for run in runs if (v := value(run)) is not None])
-    return found and found.to_json()
+    return None if found is None else found.to_json()
 
 
 def _estimates(

@@ -222,7 +222,7 @@ def derived(records: Sequence[RunRecord], arms: Iterable[Arm] = tuple(BUILT_IN.v
     out = []
     for arm in arms:
         for record in records:
-            if arm.source == record.arm and arm.evaluated in record.deployed:
+            if arm.source == record.arm and arm.evaluated is not None and arm.evaluated in record.deployed:
                 value = record.deployed[arm.evaluated]
                 out.append(
                     replace(record, arm=arm.name, accuracy=((record.steps, value),), deployed={arm.evaluated: value})
