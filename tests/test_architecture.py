@@ -124,7 +124,8 @@ def test_files_do_not_import_each_other_in_circles() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["halfbyte", "halfbyte.errors", "halfbyte.config", "halfbyte.report", "halfbyte.cli.main"]
+    "module",
+    ["halfbyte", "halfbyte.errors", "halfbyte.config", "halfbyte.report", "halfbyte.study", "halfbyte.cli.main"],
 )
 def test_imports_without_torch(module: str) -> None:
     code = (
