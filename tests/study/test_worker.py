@@ -218,6 +218,9 @@ def test_an_interrupted_study_says_so_and_goes_on(tmp_path: Path) -> None:
     while not metrics.exists() or b'"train"' not in metrics.read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) == 130
+    process.send_signal(signal.SIGTERM)  # as Ctrl-C, which a test run in the background would pass on as ignored
+    try:
+        assert process.wait(timeout=120) == 130
+    finally:
+        process.kill()
     assert list(metrics.parent.glob("checkpoints/step_*")), "it ended after a step, with a checkpoint"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,8 +44,13 @@ def run(
     def publish(data: dict[str, Any]) -> None:
         _write(plan.folder / "study.json", plan.folder / "study.html", data, plan.section.name)
 
-    with StudyProgress(jobs) as display:
-        outcome = run_study(plan, say=display.say, publish=publish, watch=display.watch)
+    # A study in the background often cannot hear Ctrl-C's signal: an ordinary kill stops it as gently.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with StudyProgress(jobs) as display:
+            outcome = run_study(plan, say=display.say, publish=publish, watch=display.watch)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(plan.folder / "study.html")
     if outcome.stopped:
         print("stopped; the same command goes on", file=sys.stderr)
