@@ -29,16 +29,17 @@ from halfbyte.refit.state import StateHash
 from halfbyte.refit.store.filesystem import FilesystemStore
 from halfbyte.rollout.code_changes import code_changes
 from halfbyte.rollout.engine import Engine
-from halfbyte.rollout.refit_target import EngineTarget
+from halfbyte.rollout.packer import Source
+from halfbyte.rollout.refit_target import SharedEngineTarget
 from halfbyte.rollout.weights import RolloutWeights
 
 __all__ = ["WeightPath"]
 
 #: Versions between two collections of what no reader needs any more.
 COLLECT_EVERY = 64
-#: The objects were decoded before HEAD names them, and a local file that was written can be read. Skips come from a history
-#: that does not grow with the model: a run's memory belongs to the learner.
-OPTIONS = PublishOptions(read_back=False, skip_levels=3, history_bytes=64 << 20)
+#: The objects were decoded before HEAD names them, and a local file that was written can be read. Full versions bound what a late
+#: reader fetches; skips would cost every step a quarter of its publication, and memory.
+OPTIONS = PublishOptions(read_back=False, skip_levels=0)
 
 
 class _Unsynced(Disk):
@@ -66,7 +67,7 @@ class WeightPath:
         self.store = FilesystemStore(folder, disk=_Unsynced())
         tensors = self._tensors()
         self.publisher = self._resumed(tensors, version) or self._begun(tensors, version)
-        self.target = EngineTarget(engine, tensors, stamp=self.publisher.head.stamp)
+        self.target = SharedEngineTarget(engine, self._latest, stamp=self.publisher.head.stamp)
         in_fp4 = code_changes(engine.weights, engine.weights).codes > 0
         self.shadow = None if in_fp4 or delta_precision is None else self._packed(delta_precision, tensors)
 
@@ -113,6 +114,10 @@ class WeightPath:
         """The weights as a rollout in ``precision`` would hold them; nothing runs on them."""
         engine = self.engine
         return RolloutWeights.pack(engine.arch, precision, tensors, engine.kernels, version=0, n_positions=1)
+
+    def _latest(self) -> Source:
+        parameters = self.learner.parameters
+        return Source(parameters.published_parameters(), dict(parameters.scales.current) if parameters.scales else {})
 
     def _tensors(self) -> dict[str, Tensor]:
         parameters = self.learner.parameters
