@@ -87,6 +87,8 @@ def test_children_end_with_the_study_however_it_dies(tmp_path: Path, number: int
         assert time.monotonic() < deadline
         time.sleep(0.02)
     pid = int((tmp_path / "a.log").read_text())
+    time.sleep(0.2)
+    assert _alive(pid), "it waits as long as its parent lives"
     parent.send_signal(number)
     parent.wait()
     while _alive(pid):
