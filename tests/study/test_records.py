@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from study_case import record, write_run
 
 from halfbyte.errors import DataError
+from halfbyte.study.analysis import analyse
 from halfbyte.study.arms import BUILT_IN, configured
 from halfbyte.study.files import write_object
-from halfbyte.study.records import BINS, RunRecord, collect_records, derived, read_run
+from halfbyte.study.records import BINS, SERIES, RunRecord, collect_records, derived, read_run
 
 
 def config_of(arm: str, seed: int = 0, **sets: object):  # type: ignore[no-untyped-def]
@@ -108,6 +109,21 @@ def test_loose_runs_are_grouped_by_what_differs_and_join_a_study_of_their_settin
     write_object(tmp_path / "c" / "label.json", {"arm": "qat", "seed": 0, "group": "study"})
     write_run(tmp_path / "d", config_of("bf16", learner__lr=3e-4))
     assert [r.group for r in collect_records([tmp_path / "c", tmp_path / "d"])] == ["study", "study"]
+
+
+def test_results_hold_all_runs_and_are_small_enough_to_commit(tmp_path: Path) -> None:
+    curve = tuple((i + 0.5, 0.1234567 + i) for i in range(BINS))
+    setting = {f"section.key_{i}": i for i in range(60)}
+    runs = [
+        record(f"arm{i}", seed, 0.5, series=dict.fromkeys(SERIES, curve), setting=setting)
+        for i in range(16)
+        for seed in range(5)
+    ]
+    write_object(tmp_path / "study.json", analyse(runs), indent=None)
+    assert (tmp_path / "study.json").stat().st_size < 700_000
+    assert sorted(collect_records([tmp_path / "study.json"]), key=lambda r: (r.arm, r.seed)) == sorted(
+        runs, key=lambda r: (r.arm, r.seed)
+    )
 
 
 def test_what_is_no_run_or_is_named_twice_is_refused(tmp_path: Path) -> None:

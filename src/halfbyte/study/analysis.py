@@ -11,7 +11,7 @@ from typing import Any
 
 from halfbyte.study.arms import BUILT_IN, Arm
 from halfbyte.study.bootstrap import binomial_interval, estimate
-from halfbyte.study.records import COLLAPSE_SHARE, FORMAT, METRICS, SECONDS, SERIES, RunRecord, derived
+from halfbyte.study.records import COLLAPSE_SHARE, FORMAT, METRICS, SECONDS, SERIES, RunRecord, derived, packed
 
 __all__ = ["analyse", "pareto"]
 
@@ -65,7 +65,7 @@ def analyse(
             "broken": "a run whose numbers stopped being finite counts with accuracy 0 from there on",
         },
         "groups": groups,
-        "runs": [run.to_json() for run in runs],
+        **packed(runs),
     }
 
 

@@ -23,7 +23,8 @@ def write_text(path: Path, text: str) -> None:
 
 def write_object(path: Path, value: Mapping[str, Any], *, indent: int | None = 2) -> None:
     """Write a JSON object; NaN and infinity are bugs here."""
-    write_text(path, json.dumps(value, indent=indent, sort_keys=True, allow_nan=False) + "\n")
+    separators = (",", ":") if indent is None else None
+    write_text(path, json.dumps(value, indent=indent, separators=separators, sort_keys=True, allow_nan=False) + "\n")
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

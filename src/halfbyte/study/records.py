@@ -18,7 +18,17 @@ from halfbyte.errors import ConfigError, DataError
 from halfbyte.study.arms import BUILT_IN, Arm, recognise, setting
 from halfbyte.study.files import read_object
 
-__all__ = ["COLLAPSE_SHARE", "METRICS", "SECONDS", "SERIES", "RunRecord", "collect_records", "derived", "read_run"]
+__all__ = [
+    "COLLAPSE_SHARE",
+    "METRICS",
+    "SECONDS",
+    "SERIES",
+    "RunRecord",
+    "collect_records",
+    "derived",
+    "packed",
+    "read_run",
+]
 
 #: Metrics averaged over the steps of a run.
 METRICS = (
@@ -143,6 +153,17 @@ class RunRecord:
         return cls(**values)
 
 
+def packed(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """``runs`` and the ``settings`` that they point to: runs of a study share one."""
+    settings: list[Mapping[str, Any]] = []
+    runs = []
+    for record in records:
+        if record.setting not in settings:
+            settings.append(record.setting)
+        runs.append({**record.to_json(), "setting": settings.index(record.setting)})
+    return {"settings": settings, "runs": runs}
+
+
 def collect_records(paths: Iterable[Path]) -> list[RunRecord]:
     """Records of run folders, of study folders (all their runs) and of ``study.json`` files.
 
@@ -236,8 +257,8 @@ def _records_at(path: Path) -> list[RunRecord]:
         if data is None or data.get("format") != FORMAT:
             raise DataError("not the results of a study", where=str(path), expected="a study.json of this version")
         try:
-            return [RunRecord.from_json(run) for run in data["runs"]]
-        except (KeyError, TypeError, ValueError) as error:
+            return [RunRecord.from_json({**run, "setting": data["settings"][run["setting"]]}) for run in data["runs"]]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(f"damaged results: {error!r}", where=str(path)) from error
     if (path / "plan.json").is_file():
         folders = sorted(p.parent for p in (path / "runs").glob("*/seed_*/metrics.jsonl"))
