@@ -106,9 +106,7 @@ def test_vllm_43557_the_rules_of_the_mx_exponent_are_distinct(tmp_path: Path) ->
     source = save(tmp_path / "model", DENSE)
     errors = {}
     for spec in ("mx_floor", "mx_even", "mx_rceil", "mx_naive"):
-        report = quantize_model(
-            str(source), tmp_path / spec, style="compressed-tensors", kind="w4a4", spec_name=spec
-        )
+        report = quantize_model(str(source), tmp_path / spec, style="compressed-tensors", kind="w4a4", spec_name=spec)
         errors[spec] = report.relative_error
         assert load_checkpoint(tmp_path / spec).quantisation.spec == get_spec(spec)  # type: ignore[union-attr]
     assert len(set(errors.values())) == 4
