@@ -1,4 +1,4 @@
-"""The files as others read them: the compressed-tensors package, ModelOpt's tensors, transformers. Skipped where they are missing.
+"""The files as others read them: compressed-tensors, ModelOpt, transformers. Skipped where they are missing.
 
 compressed-tensors 0.20.1, nvidia-modelopt 0.47.0, transformers 5.24.
 """

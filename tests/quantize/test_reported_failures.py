@@ -129,8 +129,8 @@ def test_torchao_3233_matrices_without_whole_blocks_stay_and_are_listed(tmp_path
     assert [name for name in load_checkpoint(tmp_path / "odd4").codes if ".experts." in name] == []
 
 
-def test_gpt_oss_interleaved_rows_are_declared_never_guessed(tmp_path: Path) -> None:
-    """Stacked experts are split one by one by the layout the caller declares; the codes follow it."""
+def test_stacked_experts_are_split_one_by_one(tmp_path: Path) -> None:
+    """A source whose experts are stacked as transformers 5 holds them: gate rows, then up rows."""
     tensors = weights(MOE)
     source = save(tmp_path / "model", MOE, tensors)
 
