@@ -158,8 +158,8 @@ def load_checkpoint(
             "there is no model folder here", where=str(root), expected="a folder with config.json and model.safetensors"
         )
     config = read_json(root / "config.json")
-    side = {name: read_json(root / name) if (root / name).is_file() else None for name in _SIDE_FILES}
-    quantisation = read_quantisation(config, *side.values(), str(root))
+    legacy, record = (read_json(root / name) if (root / name).is_file() else None for name in _SIDE_FILES)
+    quantisation = read_quantisation(config, legacy, record, str(root))
     plain = config if quantisation is None else {k: v for k, v in config.items() if k != "quantization_config"}
     architecture = Architecture.from_hf(plain, str(root / "config.json"))
     stored = _open_files(root)

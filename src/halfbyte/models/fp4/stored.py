@@ -16,7 +16,7 @@ from halfbyte.models.safetensors_io import SafetensorsFile
 
 __all__ = ["CodedSource", "StoredCodes", "find_coded"]
 
-_U8 = (torch.uint8,)
+_U8, _F32 = (torch.uint8,), (torch.float32,)
 _SCALES = {"nvfp4": (torch.float8_e4m3fn, torch.uint8), "mxfp4": (torch.uint8, torch.float8_e8m0fnu)}
 
 
@@ -131,13 +131,11 @@ def find_coded(
         CheckpointError: parts that are missing or misfit, all of them in one message; a quantised embedding, norm or router.
     """
     style, spec = quantisation.style, quantisation.spec
-    spec = spec if spec.format == "mxfp4" else spec.replace(global_convention=style.convention)
-    exact = spec.format == "mxfp4" or spec.global_rounding == "power_of_two"
     found: dict[str, CodedSource] = {}
     problems: list[str] = []
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
-        codes, scales = module + style.codes, module + style.scales
+        codes = module + style.codes
         if len(shape) != 2 or not name.endswith(".weight") or codes not in stored:
             continue
         if stored[codes].entries[codes].dtype.is_floating_point:  # ModelOpt's codes have the name of the plain weight
@@ -145,34 +143,9 @@ def find_coded(
         if site_of(name) in ("embed", "norm", "router"):
             problems.append(f"{name} is quantised, and halfbyte has no FP4 {site_of(name)}")
             continue
-        optional = [
-            module + suffix if module + suffix in stored else None for suffix in (style.global_scale, style.input_scale)
-        ]
-        wanted = {
-            codes: (_U8, ((shape[0], shape[1] // 2),)),
-            scales: (_SCALES[spec.format], ((shape[0], shape[1] // spec.block),)),
-        }
-        if spec.format == "nvfp4":
-            wanted[module + style.global_scale] = ((torch.float32,), ((), (1,)))
-        if optional[1] is not None:
-            wanted[optional[1]] = ((torch.float32,), ((), (1,)))
-        if shape[1] % spec.block:
-            problems.append(f"{name} {list(shape)} does not divide into blocks of {spec.block}")
-        for part, (dtypes, part_shapes) in wanted.items():
-            if part not in stored:
-                problems.append(f"{part} is missing")
-                continue
-            entry = stored[part].entries[part]
-            if entry.dtype not in dtypes or entry.shape not in part_shapes:
-                problems.append(
-                    f"{part} is {entry.dtype} {list(entry.shape)} instead of {dtypes[0]} {list(part_shapes[-1])}"
-                )
-        if spec.format == "mxfp4" and optional[0] is not None:
-            problems.append(f"{optional[0]}: MXFP4 has no global scale")
-        found[name] = CodedSource(
-            name, shape, spec, exact, codes, scales, optional[0], optional[1],
-            {part: stored[part] for part in wanted if part in stored},
-        )  # fmt: skip
+        source = _source(quantisation, name, shape, stored)
+        problems += _misfits(source, module + style.global_scale, stored)
+        found[name] = source
     if problems:
         rest = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(
@@ -188,3 +161,45 @@ def find_coded(
             expected=f"tensors named as {style.name} does, such as MODULE{style.codes}",
         )
     return found
+
+
+def _source(
+    quantisation: Quantisation, name: str, shape: tuple[int, ...], stored: Mapping[str, SafetensorsFile]
+) -> CodedSource:
+    """Where the parts of a weight should lie, checked by nothing yet."""
+    style, spec, module = quantisation.style, quantisation.spec, name.removesuffix(".weight")
+    nvfp4 = spec.format == "nvfp4"
+    codes, scales, g, inputs = (module + s for s in (style.codes, style.scales, style.global_scale, style.input_scale))
+    return CodedSource(
+        name=name,
+        shape=shape,
+        spec=spec.replace(global_convention=style.convention) if nvfp4 else spec,
+        exact=not nvfp4 or spec.global_rounding == "power_of_two",
+        codes=codes,
+        scales=scales,
+        global_scale=g if nvfp4 else None,
+        input_scale=inputs if inputs in stored else None,
+        files={part: stored[part] for part in (codes, scales, g, inputs) if part in stored},
+    )
+
+
+def _misfits(source: CodedSource, global_scale: str, stored: Mapping[str, SafetensorsFile]) -> Iterator[str]:
+    """What is wrong with the parts of a weight."""
+    spec, (n, k) = source.spec, source.shape
+    one: list[tuple[int, ...]] = [(), (1,)]
+    wanted: list[tuple[str, tuple[torch.dtype, ...], list[tuple[int, ...]]]] = [
+        (source.codes, _U8, [(n, k // 2)]),
+        (source.scales, _SCALES[spec.format], [(n, k // spec.block)]),
+    ]
+    wanted += [(part, _F32, one) for part in (source.global_scale, source.input_scale) if part is not None]
+    if k % spec.block:
+        yield f"{source.name} [{n}, {k}] does not divide into blocks of {spec.block}"
+    if spec.format == "mxfp4" and global_scale in stored:
+        yield f"{global_scale}: MXFP4 has no global scale"
+    for part, dtypes, shapes in wanted:
+        if part not in stored:
+            yield f"{part} is missing"
+            continue
+        entry = stored[part].entries[part]
+        if entry.dtype not in dtypes or entry.shape not in shapes:
+            yield f"{part} is {entry.dtype} {list(entry.shape)} instead of {dtypes[0]} {list(shapes[-1])}"
