@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "registers.hpp"
 #include "threads.hpp"
@@ -59,6 +60,20 @@ void register_norm(nb::module_& m) {
               return true;
           },
           "False when a position lies outside the tables.");
+    m.def("route",
+          [](int isa, uintptr_t logits, int64_t rows, int64_t experts, int64_t chosen, bool normalise, uintptr_t ids, uintptr_t gates) {
+              nb::gil_scoped_release free;
+              const float* x = at<const float>(logits);
+              for (int64_t i = 0; i < rows * experts; ++i)
+                  if (!std::isfinite(x[i])) return false;
+              const NormTable& table = norm_table(usable_isa(isa));
+              parallel_for(rows, row_grain(experts * (chosen + 8)), [&](int64_t begin, int64_t end) {
+                  table.route(x + begin * experts, end - begin, experts, chosen, normalise, at<int32_t>(ids) + begin * chosen,
+                              at<float>(gates) + begin * chosen);
+              });
+              return true;
+          },
+          "False when a logit is not finite.");
     m.def("swiglu", [](int isa, uintptr_t gate_up, int64_t rows, int64_t width, uintptr_t out) {
         nb::gil_scoped_release free;
         const NormTable& table = norm_table(usable_isa(isa));

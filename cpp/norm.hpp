@@ -1,4 +1,4 @@
-// RMSNorm, rotary embedding and SwiGLU: the table of one instruction set.
+// RMSNorm, rotary embedding, SwiGLU and top-k routing: the table of one instruction set.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,8 @@ struct NormTable {
                  int64_t width, float* out);
     // gate_up [rows, 2 width], gate first.
     void (*swiglu)(const float* gate_up, int64_t rows, int64_t width, float* out);
+    // The `chosen` largest of each row's logits, ties to the lower one, and their gates; logits must be finite.
+    void (*route)(const float* logits, int64_t rows, int64_t experts, int64_t chosen, bool normalise, int32_t* ids, float* gates);
 };
 
 extern const NormTable norm_generic;

@@ -4,7 +4,7 @@
 
 namespace halfbyte {
 
-const NormTable norm_avx2{isa_avx2::rms_norm, isa_avx2::rope, isa_avx2::swiglu_rows};
+const NormTable norm_avx2{isa_avx2::rms_norm, isa_avx2::rope, isa_avx2::swiglu_rows, isa_avx2::route};
 
 }  // namespace halfbyte
 #endif

@@ -3,6 +3,6 @@
 
 namespace halfbyte {
 
-const NormTable norm_generic{isa_generic::rms_norm, isa_generic::rope, isa_generic::swiglu_rows};
+const NormTable norm_generic{isa_generic::rms_norm, isa_generic::rope, isa_generic::swiglu_rows, isa_generic::route};
 
 }  // namespace halfbyte

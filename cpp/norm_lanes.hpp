@@ -1,7 +1,10 @@
 // RMSNorm, rotary embedding and SwiGLU of one instruction set (definitions: halfbyte/kernels/reference).
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <vector>
 
 #include "elementary.hpp"
 #include "norm.hpp"
@@ -48,6 +51,30 @@ inline void swiglu_rows(const float* gate_up, int64_t rows, int64_t width, float
             const F16 y = swiglu(gate, up);
             std::memcpy(out + i, &y, rest);
         }
+    }
+}
+
+inline void route(const float* logits, int64_t rows, int64_t experts, int64_t chosen, bool normalise, int32_t* ids, float* gates) {
+    std::vector<float> weights(static_cast<size_t>((experts + 15) / 16 * 16));
+    std::vector<uint8_t> taken(static_cast<size_t>(experts));
+    for (int64_t r = 0; r < rows; ++r, logits += experts, ids += chosen, gates += chosen) {
+        std::fill(taken.begin(), taken.end(), uint8_t{0});
+        for (int64_t c = 0; c < chosen; ++c) {
+            int64_t best = -1;
+            for (int64_t e = 0; e < experts; ++e)
+                if (!taken[size_t(e)] && (best < 0 || logits[e] > logits[best])) best = e;
+            taken[size_t(best)] = 1;
+            ids[c] = static_cast<int32_t>(best);
+        }
+        const float top = logits[ids[0]];
+        for (int64_t e = 0; e < experts; e += 16) {
+            F16 x{};
+            std::memcpy(&x, logits + e, static_cast<size_t>(experts - e < 16 ? experts - e : 16) * sizeof(float));
+            store(weights.data() + e, exp(x - top));
+        }
+        float total = normalise ? weights[size_t(ids[0])] : weights[0];
+        for (int64_t j = 1; j < (normalise ? chosen : experts); ++j) total += weights[size_t(normalise ? ids[j] : j)];
+        for (int64_t c = 0; c < chosen; ++c) gates[c] = weights[size_t(ids[c])] / total;
     }
 }
 

@@ -35,7 +35,8 @@ for kernels in native generic; do
     env LD_PRELOAD="$preload" ASAN_OPTIONS="detect_leaks=0:log_path=$reports/$kernels" \
         UBSAN_OPTIONS="print_stacktrace=1:log_path=$reports/$kernels" \
         OMP_NUM_THREADS=1 PYTHONPATH="$tree/src" HALFBYTE_KERNELS="$kernels" \
-        "$python" -m pytest -q -p no:cacheprovider -p no:faulthandler tests/kernels || status=$?
+        "$python" -m pytest -q -p no:cacheprovider -p no:faulthandler tests/kernels \
+        tests/refit/test_codec.py tests/refit/test_codec_fuzz.py || status=$?
     for report in "$reports"/*; do
         if [ -e "$report" ]; then
             cat "$report"

@@ -91,3 +91,30 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert len(out.read_text().splitlines()) == 2 * 4
     assert json.loads(out.read_text().splitlines()[0])["study"]["steps"] == 5
     assert main(["bench", "injection", "--out", str(out), "--tail", "thin", "--steps", "5"]) == 2
+
+
+def test_the_documented_figures_are_those_of_the_data() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "injection.md").read_text(encoding="utf-8")
+    rows = read(root / "bench" / "injection.jsonl", Study())
+    signs = {"neg": "-", "pos": "+"}
+
+    def clean(cell: Cell) -> Cell:
+        return Cell(cell.seed, CLEAN, "none")
+
+    shown = 0
+    for d in differences(rows, against=clean):
+        if d.quadrant == CLEAN:
+            continue
+        a, g = (signs[part] for part in d.quadrant.split("_"))
+        figures = f"{100 * d.mean:+.1f} ({100 * d.low:+.1f} to {100 * d.high:+.1f})"
+        accuracy = f"{d.accuracy:.3f}".removeprefix("0")
+        lines = [line for line in page.splitlines() if line.startswith(f"| ({a}, {g}) |") and figures in line]
+        assert any(f"| {d.seeds} | {accuracy} |" in line for line in lines), (d, figures)
+        shown += 1
+    assert shown == 9
+    assert all(d.seeds >= 3 for d in differences(rows, against=clean))
+    half = read(root / "bench" / "injection_half.jsonl", Study(scale=0.75))
+    three = half | {cell: row for cell, row in rows.items() if cell.quadrant == CLEAN}
+    (d,) = (d for d in differences(three, against=clean) if d.quadrant == "neg_neg")
+    assert f"{100 * d.mean:+.1f} ({100 * d.low:+.1f} to {100 * d.high:+.1f})" in page

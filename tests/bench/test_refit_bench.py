@@ -128,10 +128,22 @@ def test_a_throttled_server_keeps_its_rate(tmp_path: Path) -> None:
 
 
 def test_the_cost_model_predicts_real_refits_over_a_slow_link() -> None:
-    """16 MB over a link that takes 100 s for all of it: seconds by phase against the clock."""
-    for row in race(16_000_000, rates=(0.01, 0.03), full_seconds=100.0):
+    """16 MB over a link that takes 60 s for all of it: seconds by phase against the clock."""
+    for row in race(16_000_000, rates=(0.01, 0.05), full_seconds=60.0):
         found: Any = row.to_json()
         assert row.exact
         assert row.refit_seconds == pytest.approx(row.predicted_seconds, rel=0.35, abs=0.3), found
         assert row.pause_seconds < 0.3
-        assert row.speedup > (40 if row.change_rate > 0.02 else 60)
+        assert row.speedup > (20 if row.change_rate > 0.02 else 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["fast", "max"])
+def test_speed_up_over_a_full_transfer_at_a_500th_of_the_size_a_second(profile: Any) -> None:
+    """Issue 4: above 60 times at 3% and a pause below .3 s. The rate scales with the size; compare and apply are measured too."""
+    needed = {"max": (150, 60, 38), "fast": (90, 45, 30)}[profile]
+    rows = list(race(64_000_000, profile=profile))
+    for row, least in zip(rows, needed, strict=True):
+        assert row.exact
+        assert row.speedup > least, row
+        assert row.pause_seconds < 0.3

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from halfbyte.refit.disk import Buffer, Disk
+from halfbyte.refit.disk import Buffer, Disk, temporary_name
 from halfbyte.refit.store.faults import Crash
 
 
@@ -48,7 +48,7 @@ class CrashingDisk(Disk):
         self._step("replace", target)
         kept = None
         if target.is_symlink() or target.is_file():
-            kept = target.with_name(f".before.{self.count}.{target.name}.tmp")
+            kept = temporary_name(target)
             if target.is_symlink():
                 kept.symlink_to(os.readlink(target))
             else:

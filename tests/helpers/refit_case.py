@@ -10,7 +10,7 @@ import numpy as np
 
 from halfbyte.refit.adapters.arrays import ArraysTarget, Hooks
 from halfbyte.refit.patch import Stamp
-from halfbyte.refit.publisher import PublishOptions
+from halfbyte.refit.publisher import Publisher, PublishOptions
 
 #: Blocks so small that every tensor has several.
 OPTIONS = PublishOptions(block=256, anchor_every=8, skip_levels=3, object_bytes=4000)
@@ -65,6 +65,16 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return a.keys() == b.keys() and all(np.asarray(a[name]).tobytes() == np.asarray(b[name]).tobytes() for name in a)
 
 
+def publish_versions(store: Any, trainer: Trainer, count: int, options: PublishOptions = OPTIONS) -> Publisher:
+    """A publisher that has published ``count`` versions, with a step of the trainer between them."""
+    publisher = Publisher(store, "run", options=options)
+    for n in range(count):
+        if n:
+            trainer.step()
+        publisher.publish(trainer.weights)
+    return publisher
+
+
 class EngineHooks(Hooks):
     """Counts what an engine would do around a commit."""
 
@@ -75,7 +85,7 @@ class EngineHooks(Hooks):
     @property
     def serving(self) -> bool:
         """Whether tokens are being drawn."""
-        return self.events.count("pause") == self.events.count("resume")
+        return [event for event in ("resume", *self.events) if event != "invalidate"][-1] == "resume"
 
     def pause(self) -> None:
         self.events.append("pause")

@@ -69,7 +69,7 @@ def full_row(step: int) -> dict[str, Any]:
     keys += "ratio/clipped_high ratio/clipped_dual tokens/rollout align/code_mismatch align/code_mismatch_guided "
     keys += "align/scale_mismatch align/unguided align/code_mismatch/0/k align/code_mismatch/1/k "
     keys += "segment/over_threshold quadrant/mass_neg_neg quadrant/mass_pos_pos "
-    keys += "quadrant/mass_neg_pos quadrant/mass_pos_neg"
+    keys += "quadrant/mass_neg_pos quadrant/mass_pos_neg refit/changed refit/bytes"
     return train_row(step, **{key: 0.1 * (i + 1) for i, key in enumerate(keys.split())})
 
 
@@ -122,7 +122,7 @@ def test_a_finished_run_shows_every_panel_and_its_result(tmp_path: Path) -> None
     assert "+45.0" in got.text
     assert "0.350 to 0.450, n = 512" in got.text
     assert "0.800 to 0.900, n = 512" in got.text
-    assert sum(tag == "svg" for tag, _ in got.tags) == 21  # one panel has two charts
+    assert sum(tag == "svg" for tag, _ in got.tags) == 24  # one panel has two charts
     assert "Not recorded" not in got.text
     assert got.pre == ["1+1=", "3", "1+1=", "2"]
     assert "train.seed" in got.text

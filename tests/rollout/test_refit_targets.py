@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_case import Tensors, assert_packed_alike, make_engine, published, samples, step, update_of
 
 from halfbyte.errors import NumericsError, RefitError
 from halfbyte.formats import StableScales, get_spec, quantise
@@ -16,77 +17,18 @@ from halfbyte.kernels.reference import ReferenceKernels
 from halfbyte.models.checkpoint import load_checkpoint
 from halfbyte.models.precision import precision_from
 from halfbyte.models.trajectory import SamplingParams
-from halfbyte.refit.arrays import flat_bytes, infos_of
+from halfbyte.refit.arrays import flat_bytes
 from halfbyte.refit.errors import LayoutError
-from halfbyte.refit.patch import Change, Stamp, Update, patch_between
+from halfbyte.refit.patch import Change, Stamp, Update
 from halfbyte.rollout.code_changes import code_changes
 from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.rollout.fp4_target import Fp4EngineTarget, fp4_coordinates, fp4_infos
 from halfbyte.rollout.packer import requantised
-from halfbyte.rollout.refit_target import EngineTarget
+from halfbyte.rollout.refit_target import EngineTarget, SharedEngineTarget
 from halfbyte.rollout.request import Request
-from halfbyte.rollout.weights import RolloutWeights
+from halfbyte.rollout.weights import published as source_of
 
-Tensors = dict[str, torch.Tensor]
 FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama")
-
-
-def published(folder: Path) -> Tensors:
-    return {n: t.clone().bfloat16() for n, t in load_checkpoint(folder).tensors.items()}
-
-
-def step(tensors: Tensors, seed: int, share: float, names: str = "") -> Tensors:
-    """Some weights move by one BF16 step, as a small learning rate moves them."""
-    generator = torch.Generator().manual_seed(seed)
-    out = {}
-    for name, tensor in tensors.items():
-        bits = tensor.view(torch.int16).clone()
-        moved = torch.rand(bits.shape, generator=generator) < (share if names in name else 0)
-        out[name] = torch.where(moved, bits ^ 1, bits).view(torch.bfloat16)
-    return out
-
-
-def update(before: Tensors, after: Tensors, version: int, infos: Any = None) -> Update:
-    infos = infos or infos_of(after)
-    changes = []
-    for name in after:
-        width = 1 if infos[name].dtype == "F4" else after[name].element_size()
-        block = patch_between(flat_bytes(before[name]), flat_bytes(after[name]), width)
-        if block is not None:
-            changes.append(Change(infos[name], infos[name], (block,)))
-    return Update(Stamp("r", version - 1, "a"), Stamp("r", version, "b"), tuple(changes))
-
-
-def make(folder: Path, tensors: Tensors, precision: Any = "w4a4kv4") -> Engine:
-    arch = load_checkpoint(folder).architecture
-    return Engine(arch, precision_from(precision), tensors, options=EngineOptions(kv_memory_mb=2))
-
-
-def samples(engine: Engine) -> list[tuple[Any, ...]]:
-    request = Request((5, 6, 7), SamplingParams(max_tokens=8, ignore_eos=True), n=2, key=3)
-    return [(t.response_ids.tolist(), t.logprobs.tolist(), t.versions.tolist()) for t in engine.generate([request])]
-
-
-def packed(weights: RolloutWeights) -> dict[Any, Any]:
-    out: dict[Any, Any] = {"embed": weights.embedding}
-    out |= weights.vectors
-    for key, linear in weights.linears.items():
-        q = linear.store.unpacked()
-        out[key] = linear.store.dequantised() if q is None else (q.codes, q.scales, q.global_scale)
-        out[key, "bias"] = torch.zeros(0) if linear.bias is None else linear.bias
-    for key, experts in weights.experts.items():
-        for store in (experts.gate_up, experts.down):
-            q = store.unpacked()
-            out[key, store is experts.down] = store.dequantised() if q is None else (q.codes, q.scales, q.global_scale)
-    return out
-
-
-def assert_packed_alike(a: RolloutWeights, b: RolloutWeights) -> None:
-    left, right = packed(a), packed(b)
-    assert left.keys() == right.keys()
-    for key, value in left.items():
-        pairs = zip(value, right[key]) if isinstance(value, tuple) else [(value, right[key])]
-        assert all(torch.equal(x, y) for x, y in pairs), key
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,18 +39,18 @@ def test_a_refit_is_bit_for_bit_a_full_load(family: str, precision: str, family_
         choice = {"preset": "w4a4kv4", "decode": {"experts": "bf16", "attention": "w4a16"}}
     folder = family_folders[family]
     tensors = published(folder)
-    engine = make(folder, tensors, choice)
+    engine = make_engine(folder, tensors, choice)
     target = EngineTarget(engine, tensors)
     for version, share in ((1, 0.001), (2, 0.03), (3, 0.0), (4, 0.9)):
         after = step(tensors, version, share)
-        change = update(tensors, after, version)
+        change = update_of(tensors, after, version)
         before = samples(engine)
         target.stage(change)
         assert samples(engine) == before, "staging is invisible"
         target.commit(change)
         target.resume()
         target.discard(change)
-        fresh = make(folder, after, choice)
+        fresh = make_engine(folder, after, choice)
         assert_packed_alike(engine.weights, fresh.weights)
         assert [s[:2] for s in samples(engine)] == [s[:2] for s in samples(fresh)]
         assert all(v == version for s in samples(engine) for v in s[2])
@@ -116,32 +58,57 @@ def test_a_refit_is_bit_for_bit_a_full_load(family: str, precision: str, family_
         tensors = after
 
 
+def test_the_trainers_engine_shares_what_was_published(family_folders: dict[str, Path]) -> None:
+    folder = family_folders["qwen3_moe"]
+    tensors = published(folder)
+    engine = make_engine(folder, tensors)
+    held = [source_of(engine.arch, engine.precision, tensors)]
+    target = SharedEngineTarget(engine, lambda: held[-1])
+    for version, share in ((1, 0.02), (2, 0.6)):
+        after = step(tensors, version, share)
+        held.append(source_of(engine.arch, engine.precision, after))
+        change = update_of(tensors, after, version)
+        target.stage(change)
+        target.commit(change)
+        assert_packed_alike(engine.weights, make_engine(folder, after).weights)
+        assert target.source.params["model.norm.weight"] is held[-1].params["model.norm.weight"]
+        target.rollback(change)
+        assert_packed_alike(engine.weights, make_engine(folder, tensors).weights)
+        assert all(target.read(n).tobytes() == flat_bytes(tensors[n]).tobytes() for n in target.infos())
+        target.commit(change)
+        target.discard(change)
+        tensors = after
+    held.append(source_of(engine.arch, engine.precision, tensors))
+    with pytest.raises(RefitError, match="not those that were published"):
+        target.stage(update_of(tensors, step(tensors, 9, 0.1), 3))
+
+
 def test_only_touched_rows_are_quantised_and_untouched_matrices_are_shared(family_folders: dict[str, Path]) -> None:
     folder = family_folders["qwen3_moe"]
     tensors = published(folder)
-    engine = make(folder, tensors)
+    engine = make_engine(folder, tensors)
     target = EngineTarget(engine, tensors)
     after = {n: t.clone() for n, t in tensors.items()}
     name = "model.layers.0.mlp.experts.1.down_proj.weight"
     after[name].view(torch.int16)[3, 5] ^= 1
     old = engine.weights
-    change = update(tensors, after, 1)
+    change = update_of(tensors, after, 1)
     target.stage(change)
     target.commit(change)
     assert target.rows_quantised == 1
     for key, linear in engine.weights.linears.items():
         assert linear is old.linears[key]
     assert engine.weights.experts[0, "w4a4"] is not old.experts[0, "w4a4"]
-    assert_packed_alike(engine.weights, make(folder, after).weights)
+    assert_packed_alike(engine.weights, make_engine(folder, after).weights)
 
 
 def test_the_way_back_is_exact_from_before_and_after_the_swap(family_folders: dict[str, Path]) -> None:
     folder = family_folders["qwen3_moe"]
     tensors = published(folder)
-    engine = make(folder, tensors)
+    engine = make_engine(folder, tensors)
     target = EngineTarget(engine, tensors, stamp=Stamp("r", 0, "a"))
     before = samples(engine)
-    change = update(tensors, step(tensors, 1, 0.05), 1)
+    change = update_of(tensors, step(tensors, 1, 0.05), 1)
     for committed in (False, True):
         target.stage(change)
         if committed:
@@ -160,29 +127,29 @@ def test_the_way_back_is_exact_from_before_and_after_the_swap(family_folders: di
 def test_nemo_rl_4018_prefix_pages_belong_to_a_version(family_folders: dict[str, Path]) -> None:
     folder = family_folders["qwen3_moe"]
     tensors = published(folder)
-    engine = make(folder, tensors)
+    engine = make_engine(folder, tensors)
     target = EngineTarget(engine, tensors)
     prompt = tuple(range(2, 40))
     request = Request(prompt, SamplingParams(max_tokens=4, ignore_eos=True), key=1)
     engine.generate([request])
     after = step(tensors, 5, 0.3)
-    change = update(tensors, after, 1)
+    change = update_of(tensors, after, 1)
     target.stage(change)
     target.commit(change)
     target.resume()
-    fresh = make(folder, after)
+    fresh = make_engine(folder, after)
     assert engine.generate([request])[0].logprobs.tolist() == fresh.generate([request])[0].logprobs.tolist()
 
 
 def test_what_cannot_be_served_is_refused_before_the_swap(family_folders: dict[str, Path]) -> None:
     folder = family_folders["qwen3_moe"]
     tensors = published(folder)
-    engine = make(folder, tensors)
+    engine = make_engine(folder, tensors)
     target, serving = EngineTarget(engine, tensors), engine.weights
     bad = {n: t.clone() for n, t in tensors.items()}
     bad["model.layers.0.self_attn.q_proj.weight"][0, 0] = float("nan")
     with pytest.raises(NumericsError, match="q_proj"):
-        target.stage(update(tensors, bad, 1))
+        target.stage(update_of(tensors, bad, 1))
     info = target.infos()["model.norm.weight"]
     with pytest.raises(LayoutError, match=r"model\.norm"):
         target.stage(Update(None, Stamp("r", 1, "b"), (Change(info, None, old=np.zeros(1, np.uint8)),)))
@@ -217,7 +184,7 @@ def test_codes_patched_directly_serve_what_quantising_the_weights_serves(
 ) -> None:
     folder = family_folders[family]
     tensors = published(folder)
-    engine = make(folder, tensors)
+    engine = make_engine(folder, tensors)
     arch, precision = engine.arch, engine.precision
     before = fp4_coordinates(arch, precision, tensors, engine.kernels)
     plain = samples(engine)
@@ -228,11 +195,11 @@ def test_codes_patched_directly_serve_what_quantising_the_weights_serves(
         if version == 2:
             published_after["model.layers.0.self_attn.q_proj.weight"][0, 0] *= 64  # its global scale moves
         after = fp4_coordinates(arch, precision, published_after, engine.kernels)
-        change = update(before, after, version, fp4_infos(after))
+        change = update_of(before, after, version, fp4_infos(after))
         target.stage(change)
         target.commit(change)
         target.discard(change)
-        fresh = make(folder, published_after)
+        fresh = make_engine(folder, published_after)
         assert [s[:2] for s in samples(engine)] == [s[:2] for s in samples(fresh)]
         assert_packed_alike(engine.weights, fresh.weights)
         assert all(target.read(n).tobytes() == flat_bytes(after[n]).tobytes() for n in target.infos())
@@ -242,12 +209,12 @@ def test_codes_patched_directly_serve_what_quantising_the_weights_serves(
 def test_codes_roll_back_and_bad_scales_are_refused(family_folders: dict[str, Path]) -> None:
     folder = family_folders["qwen3_moe"]
     tensors = published(folder)
-    engine = make(folder, tensors)
+    engine = make_engine(folder, tensors)
     before = fp4_coordinates(engine.arch, engine.precision, tensors, engine.kernels)
     target = Fp4EngineTarget(engine, before)
     plain = samples(engine)
     after = fp4_coordinates(engine.arch, engine.precision, step(tensors, 1, 0.3), engine.kernels)
-    change = update(before, after, 1, fp4_infos(after))
+    change = update_of(before, after, 1, fp4_infos(after))
     for committed in (False, True):
         target.stage(change)
         if committed:
@@ -260,13 +227,13 @@ def test_codes_roll_back_and_bad_scales_are_refused(family_folders: dict[str, Pa
     bad = {n: t.clone() for n, t in before.items()}
     bad[name].view(-1)[0] = 0x81
     with pytest.raises(NumericsError, match=name.removesuffix(".scales")):
-        target.stage(update(before, bad, 1, fp4_infos(bad)))
+        target.stage(update_of(before, bad, 1, fp4_infos(bad)))
     assert samples(engine) == plain
 
 
 def test_codes_alone_cannot_serve_a_site_that_also_runs_in_bf16(family_folders: dict[str, Path]) -> None:
     folder = family_folders["qwen3_moe"]
-    engine = make(folder, published(folder), {"preset": "w4a4kv4", "decode": {"experts": "bf16"}})
+    engine = make_engine(folder, published(folder), {"preset": "w4a4kv4", "decode": {"experts": "bf16"}})
     with pytest.raises(LayoutError, match="experts"):
         fp4_coordinates(engine.arch, engine.precision, published(folder), engine.kernels)
 
@@ -300,7 +267,7 @@ def test_scales_kept_by_the_learner_reach_the_engine_and_stop_the_avalanche(fami
         flat = moved[name].view(-1)
         flat.view(torch.int16)[int(flat.float().abs().argmax())] += 1
         after = with_scales(moved)
-        change = update(before, after, 1)
+        change = update_of(before, after, 1)
         target.stage(change)
         target.commit(change)
         fresh = Engine(arch, precision, after, options=EngineOptions(kv_memory_mb=2))
@@ -323,7 +290,7 @@ def test_code_changes_agree_with_a_count_over_all_codes(family_folders: dict[str
     folder = family_folders["qwen3_moe"]
     tensors = published(folder)
     after = step(tensors, 7, 0.4)
-    a, b = make(folder, tensors), make(folder, after)
+    a, b = make_engine(folder, tensors), make_engine(folder, after)
     left = fp4_coordinates(a.arch, a.precision, tensors, a.kernels)
     right = fp4_coordinates(a.arch, a.precision, after, a.kernels)
     changes = code_changes(a.weights, b.weights)

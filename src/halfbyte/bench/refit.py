@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +112,15 @@ def traces(elements: int, run: Path | None) -> Iterator[Trace]:
         yield Trace(f"Adam {name}", synthetic(lr, signal))
     if run is not None:
         store = run / "refit" if (run / "refit").is_dir() else run
-        pairs = list(run_versions(store))[-STEPS:]
-        if not pairs:
+        count = sum(1 for _ in run_versions(store))
+        if not count:
             raise DataError(
                 "no updates of BF16 weights",
                 where=str(store),
                 expected="a run folder, or a store with several versions",
             )
-        yield Trace(f"{run.resolve().name}, {len(pairs)} steps", lambda: iter(pairs))
+        name = f"{run.resolve().name}, {min(count, STEPS)} steps"
+        yield Trace(name, lambda: islice(run_versions(store), max(0, count - STEPS), None))
 
 
 def run_versions(store: Path) -> Iterator[tuple[Words, Words]]:

@@ -143,6 +143,11 @@ class Kernels(Protocol):
         """``silu(gate) * up`` of ``gate_up [M, 2I]``, gate first: ``[M, I]`` float32."""
         ...
 
+    def route(self, logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        """Ids ``[T, k] int32`` of the largest of ``logits [T, E] float32`` (ties to the lower) and their gates ``[T, k]``:
+        softmax over the chosen ones (``normalise``) or over all."""
+        ...
+
     # KV cache and attention
 
     def new_kv_layer(

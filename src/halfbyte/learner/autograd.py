@@ -27,7 +27,7 @@ from halfbyte.learner.parameters import Parameters
 from halfbyte.learner.straight_through import fake_quantise, round_bf16
 from halfbyte.models.architecture import site_of
 from halfbyte.models.precision import Kind
-from halfbyte.models.routing import gates_for, route
+from halfbyte.models.routing import gates_for
 
 __all__ = ["AutogradExecution"]
 
@@ -143,7 +143,7 @@ class AutogradExecution:
     def experts(self, layer: int, x: Tensor) -> Tensor:
         """Routed experts; replayed routes where the batch has them, with gates from live router logits."""
         logits = self.linear(x, (f"model.layers.{layer}.mlp.gate",))
-        ids, _ = route(logits.detach(), self.arch.experts_per_token, normalise=self.arch.norm_topk_prob)
+        ids, _ = self.kernels.route(logits.detach(), self.arch.experts_per_token, normalise=self.arch.norm_topk_prob)
         chosen = ids.long()
         if self.batch.routes is not None:
             replayed = self.batch.routes[:, self._moe_index[layer]]

@@ -98,6 +98,10 @@ class Parameters:
         """(checkpoint name, tensor in the publish dtype) of every tensor, as the rollout receives them."""
         return checkpoint_views(self._published, self.arch)
 
+    def published_parameters(self) -> dict[str, Tensor]:
+        """Parameter name (experts stacked) -> published tensor; the next update replaces it and never writes to it."""
+        return dict(self._published)
+
     def published_scales(self) -> dict[str, Tensor]:
         """``<weight>.global_scale`` -> stored scale, float32 of shape (), of the weights whose scale outlives versions
         (gate and up of an expert share one, under the gate's name)."""

@@ -128,7 +128,8 @@ def _flat(array: Any, *, copy: bool) -> Bytes:
         if not copy:
             raise _strided(array)
         array = np.ascontiguousarray(array)
-    return array.reshape(-1).view(np.uint8)
+    flat: Bytes = array.reshape(-1).view(np.uint8)
+    return flat
 
 
 def _flat_tensor(tensor: Any, torch: Any, *, copy: bool) -> Bytes:

@@ -57,7 +57,7 @@ class MappedTensors(MutableMapping[str, Bytes]):
 
     def write(self, info: TensorInfo, data: Bytes) -> Bytes:
         """Make a tensor's file; it counts once :meth:`keep` was called."""
-        self.disk.publish(self.path(info), [data])
+        self.disk.publish(self.path(info), [data.data])
         return self._map(info)
 
     def keep(self, infos: dict[str, TensorInfo]) -> None:

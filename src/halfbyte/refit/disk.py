@@ -47,7 +47,6 @@ class Disk:
         unit = values.itemsize
         data = np.memmap(path, np.uint8, "r+", offset, ((last + 1) * unit,))
         data.view(values.dtype)[slice(None) if positions is None else positions] = values
-        data.flush()
 
     def sync(self, path: Path) -> None:
         """Make a file's content durable."""

@@ -17,6 +17,8 @@ from halfbyte.refit.state import StateHash
 
 __all__ = ["Draft", "Row", "changed_rows", "delta_row", "pack", "whole_rows"]
 
+#: A version has some objects, so that a reader decodes one while it fetches the next; but no tiny ones.
+_OBJECTS, _SMALL_OBJECT = 16, 1 << 20
 #: A tensor's row and its bytes in an object. The object's number is filled in by :func:`pack`.
 Row = tuple[TensorChange, Any]
 
@@ -101,7 +103,9 @@ def pack(
     """
     objects: dict[str, bytes] = {}
     changes = [change for change, _ in rows if change.object is None]
-    for group in _groups([row for row in rows if row[0].object is not None], most):
+    held = [row for row in rows if row[0].object is not None]
+    most = min(most, max(_SMALL_OBJECT, sum(memoryview(data).nbytes for _, data in held) // _OBJECTS))
+    for group in _groups(held, most):
         data = write_object({change.info.name: part for change, part in group}, metadata)
         changes += [replace(change, object=len(objects)) for change, _ in group]
         objects[content_hash(data)] = data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -112,13 +112,18 @@ class Fetcher:
             CorruptError: an object whose content is not its name, twice in a row.
             ObjectMissingError, StoreUnavailableError: see the store.
         """
+        return {ref.digest: data for ref, data in self.stream(refs)}
+
+    def stream(self, refs: Iterable[ObjectRef]) -> Iterator[tuple[ObjectRef, memoryview]]:
+        """Objects in the order asked for, each as soon as it and those before it are there. Raises as :meth:`objects`."""
         wanted = list({ref.digest: ref for ref in refs}.values())
-        found: dict[str, memoryview] = {}
-        with ThreadPoolExecutor(self.threads) as pool:
+        pool = ThreadPoolExecutor(self.threads)
+        try:
             for ref, data in zip(wanted, pool.map(self._object, wanted), strict=True):
-                found[ref.digest] = memoryview(data)
                 self.progress()
-        return found
+                yield ref, memoryview(data)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def forget(self) -> None:
         """Empty the cache."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from halfbyte.refit.errors import CorruptError, LayoutError, ObjectMissingError
+from halfbyte.refit.errors import CorruptError, LayoutError, ObjectMissingError, StoreError
 from halfbyte.refit.keys import LEASES, lease_key
 from halfbyte.refit.manifest import canonical
-from halfbyte.refit.store.protocol import Store
+from halfbyte.refit.store.protocol import Store, check_key
 
 __all__ = ["LEASE_SECONDS", "Lease", "check_reader", "drop_lease", "read_leases", "write_lease"]
 
@@ -31,13 +30,13 @@ class Lease:
     Arguments:
         reader: its name.
         manifests: digests of the manifests it is fetching, with all their objects.
-        objects: digests of objects that a publisher is about to name in a manifest.
+        keys: keys that a writer is about to make reachable from HEAD: objects, manifests, a catalogue.
         seconds: how long the lease holds after it was last written.
     """
 
     reader: str
     manifests: tuple[str, ...] = ()
-    objects: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
     seconds: float = LEASE_SECONDS
 
 
@@ -54,7 +53,7 @@ def check_reader(name: str) -> str:
 
 def write_lease(store: Store, lease: Lease) -> None:
     """Take or renew a lease."""
-    table = {"manifests": list(lease.manifests), "objects": list(lease.objects), "seconds": lease.seconds}
+    table = {"manifests": list(lease.manifests), "keys": list(lease.keys), "seconds": lease.seconds}
     store.put(lease_key(check_reader(lease.reader)), canonical(table))
 
 
@@ -85,14 +84,9 @@ def _parse(key: str, data: bytes) -> Lease:
     try:
         table = json.loads(data)
         seconds = float(table["seconds"])
-        manifests, objects = (_digests(table[name]) for name in ("manifests", "objects"))
-    except (ValueError, KeyError, TypeError) as error:
+        manifests, keys = tuple(table["manifests"]), tuple(check_key(key) for key in table["keys"])
+        if not all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in manifests):
+            raise ValueError("not digests")
+    except (ValueError, KeyError, TypeError, AttributeError, StoreError) as error:
         raise CorruptError("not a lease", where=key, fix="delete it, or let its reader write it again") from error
-    return Lease(key.rsplit("/", 1)[-1].removesuffix(".json"), manifests, objects, seconds)
-
-
-def _digests(value: Iterable[str]) -> tuple[str, ...]:
-    digests = tuple(value)
-    if not all(isinstance(d, str) and _DIGEST.fullmatch(d) for d in digests):
-        raise ValueError("not digests")
-    return digests
+    return Lease(key.rsplit("/", 1)[-1].removesuffix(".json"), manifests, keys, seconds)

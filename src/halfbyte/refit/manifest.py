@@ -36,19 +36,20 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
-def check_name(name: str, where: str) -> str:
+def check_name(name: Any, where: str) -> str:
     """A tensor's name as given.
 
     Raises:
         RefitError: empty, too long, with control characters, or reserved. (Names never become paths: a slash is fine.)
     """
     if (
-        not name
+        not isinstance(name, str)
+        or not name
         or name == "__metadata__"
         or not name.isprintable()
         or len(name.encode(errors="replace")) > _LONGEST_NAME
     ):
-        raise RefitError(f"unusable tensor name {name[:80]!r}", where=where)
+        raise RefitError(f"unusable tensor name {str(name)[:80]!r}", where=where)
     return name
 
 
@@ -228,7 +229,8 @@ def _check_tensors(manifest: Manifest, where: str) -> None:
         if (change.operation == "remove") != (change.object is None) or change.changed > change.info.elements:
             raise _bad(where, f"tensor {change.info.name!r}: object or changed elements do not fit {change.operation}")
     for alias, name in manifest.aliases.items():
-        check_name(alias, where), check_name(name, where)
+        check_name(alias, where)
+        check_name(name, where)
         if alias in names or name in manifest.aliases:
             raise _bad(where, f"alias {alias!r} of {name!r} is itself a tensor or of an alias")
 

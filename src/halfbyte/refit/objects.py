@@ -26,7 +26,7 @@ _KEYS = {"dtype", "shape", "data_offsets"}
 
 def content_hash(data: bytes | memoryview | Bytes) -> str:
     """SHA-256 in hex: the object's name in every store."""
-    return hashlib.sha256(data).hexdigest()
+    return hashlib.sha256(_view(data)).hexdigest()
 
 
 def write_object(entries: Mapping[str, bytes | memoryview | Bytes], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -43,12 +43,12 @@ def write_object(entries: Mapping[str, bytes | memoryview | Bytes], metadata: Ma
     for name in sorted(entries):
         if name == "__metadata__":
             raise RefitError("an object cannot hold an entry named __metadata__")
-        end = position + memoryview(entries[name]).nbytes
+        end = position + _view(entries[name]).nbytes
         header[name] = {"dtype": "U8", "shape": [end - position], "data_offsets": [position, end]}
         position = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    return b"".join([struct.pack("<Q", len(encoded)), encoded, *(entries[name] for name in sorted(entries))])
+    return b"".join([struct.pack("<Q", len(encoded)), encoded, *(_view(entries[name]) for name in sorted(entries))])
 
 
 def read_object(
@@ -123,6 +123,10 @@ def _read_header(data: Bytes, where: str) -> tuple[dict[str, tuple[int, int]], d
     if start + position != data.size:
         raise _bad(where, f"it has {data.size} bytes and its header describes {start + position}")
     return spans, metadata
+
+
+def _view(data: bytes | memoryview | Bytes) -> memoryview:
+    return data.data if isinstance(data, np.ndarray) else memoryview(data)
 
 
 def _naturals(value: object, count: int) -> bool:

@@ -158,16 +158,13 @@ def write_block(data: Bytes, block: BlockPatch, side: Side, *, expect: Sequence[
     unit = block.new.itemsize
     length = block.count if block.positions is None else (data.size - block.begin) // unit
     view = data[block.begin : block.begin + length * unit].view(block.new.dtype)
-    where = slice(None) if block.positions is None else block.positions
     if expect:
-        held = view[where]
-        allowed = np.zeros(block.count, bool)
-        for name in expect:
-            allowed |= held == getattr(block, name)
-        if not allowed.all():
+        held = view if block.positions is None else view.take(block.positions, mode="clip")
+        wrong = np.logical_and.reduce([held != getattr(block, name) for name in expect])
+        if wrong.any():
             raise WrongBaseError(
-                f"{int((~allowed).sum())} values changed under the refit after they were checked",
+                f"{int(wrong.sum())} values changed under the refit after they were checked",
                 where=f"byte {block.begin} and following",
                 fix="let nothing else write to the weights; the next attempt starts from what they hold now",
             )
-    view[where] = getattr(block, side)
+    view[slice(None) if block.positions is None else block.positions] = getattr(block, side)

@@ -18,14 +18,15 @@ from halfbyte.refit.baseline import baseline_target
 from halfbyte.refit.codec import BLOCK, Profile
 from halfbyte.refit.disk import Disk
 from halfbyte.refit.draft import Draft, Row, changed_rows, delta_row, pack, whole_rows
-from halfbyte.refit.errors import CorruptError, RewoundError, StoreError
+from halfbyte.refit.errors import CorruptError, FencedError, RewoundError, StoreConflictError, StoreError
+from halfbyte.refit.fold import prepare_update
 from halfbyte.refit.head import Head
 from halfbyte.refit.history import History
-from halfbyte.refit.leases import Lease, drop_lease, write_lease
+from halfbyte.refit.keys import manifest_key, object_key
 from halfbyte.refit.manifest import Kind, Manifest, ObjectRef, Signer
 from halfbyte.refit.parallel import each, worker_threads
 from halfbyte.refit.patch import Stamp, Update
-from halfbyte.refit.prepare import Names, Plan, advance, prepare_update
+from halfbyte.refit.prepare import Names, Plan, advance
 from halfbyte.refit.reign import Reign
 from halfbyte.refit.route import skip_parents
 from halfbyte.refit.state import StateHash
@@ -141,7 +142,6 @@ class Publisher:
             clock,
         )
         self.threads = worker_threads()
-        self._name = f"publisher-{run}"[:100]
         self._disk, self._folder = disk or Disk(), baseline
         self._unsure: _Next | None = None  # its swap had no answer
         self._reign = Reign(store, run, read_back=self.options.read_back)
@@ -170,7 +170,8 @@ class Publisher:
         Raises:
             RewoundError: a version that is not after HEAD's (see :meth:`rewind`).
             FencedError: another publisher has taken over.
-            StoreError: the store failed; nothing was published, or the next call finds out that it was.
+            StoreError: the store failed; nothing was published, or the next call finds out that it was. (A conflict: a write
+                given up as lost came through late; publish again.)
         """
         started = time.perf_counter()
         self.settle()
@@ -188,7 +189,7 @@ class Publisher:
         draft, m = following.draft, following.draft.manifest
         self._put(draft)
         self._unsure = following
-        self._reign.swap([draft.edge(self.head.state)], version=m.version, state=m.state, manifest=m.digest())
+        self._name_in_head(draft)
         swapped = time.perf_counter()
         self._promote(following)
         problem = self._upkeep()
@@ -207,6 +208,17 @@ class Publisher:
             upkeep_error=problem,
             update=following.update,
         )
+
+    def _name_in_head(self, draft: Draft) -> None:
+        m = draft.manifest
+        try:
+            self._reign.swap([draft.edge(self.head.state)], version=m.version, state=m.state, manifest=m.digest())
+        except FencedError:
+            raise
+        except StoreConflictError:
+            self._unsure = None
+            self._load()
+            raise
 
     def settle(self) -> None:
         """Find out whether a publication whose last answer was lost happened, and move the baseline if it did.
@@ -243,7 +255,7 @@ class Publisher:
             self.store,
             self._target,
             folder=self._folder and self._folder / "journal",
-            name=self._name,
+            name=f"{self._reign.name[:90]}.baseline",
             run=self.run,
             signer=self.signer,
             audit_anchors=False,
@@ -337,7 +349,7 @@ class Publisher:
     def _put(self, draft: Draft) -> None:
         """Objects first, then the manifest that names them; all under a lease until HEAD does."""
         digest = draft.manifest.digest()
-        write_lease(self.store, Lease(self._name, (digest,), tuple(draft.objects)))
+        self._reign.promise([manifest_key(digest), *map(object_key, draft.objects)])
         each(lambda item: self._reign.put_object(*item), list(draft.objects.items()), self.threads)
         self._reign.put_manifest(digest, draft.data)
 
@@ -360,7 +372,7 @@ class Publisher:
             edges = [draft.edge(base) for draft, base in self._extra_ways()]
             if edges:
                 self._reign.swap(edges)
-            drop_lease(self.store, self._name)
+            self._reign.kept()
         except StoreError as error:
             return str(error).split("\n", 1)[0]
         return ""

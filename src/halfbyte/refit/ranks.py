@@ -119,7 +119,7 @@ class StoreVotes:
                 "good": None if good is None else good.to_bytes().decode(),
             }
             try:
-                self.store.swap(self._key("goal"), canonical(table), cell and cell.tag)
+                self.store.swap(self._key("goal"), canonical(table), None if cell is None else cell.tag)
             except StoreConflictError:
                 continue  # another rank opened it
             self._forget(number + 1 - _ROUNDS_KEPT)

@@ -22,6 +22,7 @@ from halfbyte.refit.errors import (
 )
 from halfbyte.refit.head import Catalogue, Edge, Head, is_run_name, read_catalogue, read_head
 from halfbyte.refit.keys import HEAD, catalogue_key, manifest_key, object_key
+from halfbyte.refit.leases import Lease, drop_lease, write_lease
 from halfbyte.refit.store.protocol import Store
 
 __all__ = ["Reign"]
@@ -44,10 +45,13 @@ class Reign:
         if not is_run_name(run):
             raise LayoutError(f"{run!r} is not a run's name", expected="letters, digits, dots, dashes, underscores")
         self.store, self.run, self.read_back = store, run, read_back
+        self.name = f"publisher-{run}"[:100]
+        self._promised: tuple[str, ...] = ()  # keys put that HEAD does not reach yet
         found, owner = read_head(store), f"{socket.gethostname()}:{os.getpid()}"
         tag: str | None = None
         if found is None:
             self.catalogue = Catalogue(run)
+            self.promise([catalogue_key(self.catalogue.digest)])
             self._put(catalogue_key(self.catalogue.digest), self.catalogue.to_bytes())
             head = Head(run, 1, 0, None, "", "", self.catalogue.digest, owner)
         else:
@@ -69,14 +73,22 @@ class Reign:
 
         Raises:
             FencedError: another publisher has taken over.
+            StoreConflictError: an earlier swap of ours, given up as lost, came through after all: HEAD has another version.
             StoreUnavailableError: no answer; the swap may have happened (see :meth:`reread`).
         """
+        before = self.head.manifest
         for _ in range(_TRIES):
             try:
                 self._write(replace(self.head, **changes), self.catalogue.adding(*edges))
                 return
             except StoreConflictError as error:
                 self.reread(error)
+                if self.head.manifest != before:
+                    raise StoreConflictError(
+                        f"HEAD has moved to version {self.head.version} by a write that was thought lost",
+                        where=repr(self.store),
+                        fix="publish again",
+                    ) from error
         raise StoreUnavailableError("HEAD changes faster than it can be swapped", where=repr(self.store))
 
     def rewind(self, version: int) -> None:
@@ -130,6 +142,16 @@ class Reign:
         size = sum(e.bytes for e in main if e is not None)
         return version > last.version and ((0 < every <= version - last.version) or size > chain * last.bytes)
 
+    def promise(self, keys: Sequence[str]) -> None:
+        """Keep keys from garbage collection until HEAD reaches them."""
+        self._promised += tuple(keys)
+        write_lease(self.store, Lease(self.name, keys=self._promised))
+
+    def kept(self) -> None:
+        """HEAD reaches all that was promised (or never will)."""
+        self._promised = ()
+        drop_lease(self.store, self.name)
+
     def put_object(self, digest: str, data: bytes) -> None:
         """Put an object under its content hash."""
         self._put(object_key(digest), data)
@@ -149,6 +171,7 @@ class Reign:
 
     def _write(self, head: Head, catalogue: Catalogue) -> None:
         head = replace(head, serial=self.head.serial + 1, catalogue=catalogue.digest)
+        self.promise([catalogue_key(catalogue.digest)])
         self._put(catalogue_key(catalogue.digest), catalogue.to_bytes())
         self._tag = self.store.swap(HEAD, head.to_bytes(), self._tag)
         self.head, self.catalogue = head, catalogue

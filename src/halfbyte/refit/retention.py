@@ -27,7 +27,7 @@ from halfbyte.refit.keys import (
     manifest_key,
     object_key,
 )
-from halfbyte.refit.leases import read_leases
+from halfbyte.refit.leases import Lease, drop_lease, read_leases, write_lease
 from halfbyte.refit.manifest import Manifest, canonical
 from halfbyte.refit.route import find_route
 from halfbyte.refit.store.filesystem import FilesystemStore
@@ -113,11 +113,7 @@ def collect(store: Store, retention: Retention | None = None) -> Collected:
     used, leases = _reachable(store, now)
     doomed = _read_doomed(store)
     unused = {key for key, entry in present.items() if key not in used}
-    ripe = {
-        key
-        for key in unused
-        if now - doomed.get(key, now) >= retention.grace and now - present[key].modified >= retention.grace
-    }
+    ripe = {key for key in unused & doomed.keys() if now - max(doomed[key], present[key].modified) >= retention.grace}
     if ripe:  # look again: a lease or a publication may have come meanwhile
         used, leases = _reachable(store, now)
         ripe -= used
@@ -137,11 +133,15 @@ def _drop_steps(store: Store, head: Head, tag: str, versions: int) -> int:
     dropped = len(catalogue.edges) - len(pruned.edges)
     if not dropped:
         return 0
-    store.put(catalogue_key(pruned.digest), pruned.to_bytes())
+    key, collector = catalogue_key(pruned.digest), f"collector-{pruned.digest[:16]}"
+    write_lease(store, Lease(collector, keys=(key,)))
+    store.put(key, pruned.to_bytes())
     try:
         store.swap(HEAD, replace(head, serial=head.serial + 1, catalogue=pruned.digest).to_bytes(), tag)
     except StoreConflictError:
         return 0
+    finally:
+        drop_lease(store, collector)
     return dropped
 
 
@@ -159,7 +159,7 @@ def _reachable(store: Store, now: float) -> tuple[set[str], tuple[str, ...]]:
     for digest in sorted(manifests):
         used |= {manifest_key(digest), *_objects_of(store, digest)}
     for lease in leases:
-        used |= {object_key(digest) for digest in lease.objects}
+        used |= set(lease.keys)
         for digest in lease.manifests:
             used.add(manifest_key(digest))
             try:

@@ -97,4 +97,4 @@ def shard_chunks(
     encoded += b" " * (-len(encoded) % 8)
     yield struct.pack("<Q", len(encoded)) + encoded
     for _, data in tensors.values():
-        yield memoryview(np.ascontiguousarray(data))
+        yield np.ascontiguousarray(data).data

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,18 +18,19 @@ from halfbyte.errors import RefitError
 from halfbyte.refit.disk import Disk
 from halfbyte.refit.errors import CorruptError, ObjectMissingError, RewoundError, StoreError, TargetError
 from halfbyte.refit.fetch import Fetcher
+from halfbyte.refit.fold import Folding
 from halfbyte.refit.head import Catalogue, Edge, Head, read_catalogue, read_head
 from halfbyte.refit.journal import Journal, Record
 from halfbyte.refit.leases import LEASE_SECONDS, Lease, drop_lease, write_lease
 from halfbyte.refit.manifest import Manifest, Signer
-from halfbyte.refit.objects import read_object
 from halfbyte.refit.parallel import worker_threads
 from halfbyte.refit.patch import Stamp, Update
-from halfbyte.refit.prepare import Names, Step, audit, chain, prepare_update, target_state
+from halfbyte.refit.prepare import Names, audit, chain, target_state
 from halfbyte.refit.ranks import Alone, Goal, Votes
 from halfbyte.refit.repair import StoreRepair
 from halfbyte.refit.route import Node, bases_at, find_route
 from halfbyte.refit.state import StateHash
+from halfbyte.refit.steps import Steps
 from halfbyte.refit.store.protocol import ReadStore, Store
 from halfbyte.refit.target import Target
 
@@ -112,6 +114,8 @@ class Subscriber:
         )
         self._suspect = False  # the bytes may not be what ``_state`` says: the next refit looks, and repairs
         self._held = self._recover()
+        if self.journal is not None and self._held is not None:
+            self._suspect = True  # a new process looks once at what it finds
 
     @property
     def held(self) -> Stamp | None:
@@ -136,7 +140,11 @@ class Subscriber:
             if goal is None:
                 return None
             try:
-                return self._go(goal, head, started)
+                done = self._go(goal, head, started)
+                if done is None:  # what is held was looked at and is sound; now to what is new
+                    goal = self.votes.goal(self._held, head)
+                    done = None if goal is None else self._go(goal, head, started)
+                return done
             except ObjectMissingError:
                 if attempt == 2:
                     raise
@@ -192,7 +200,7 @@ class Subscriber:
 
     # ---- the way to a goal
 
-    def _go(self, goal: Goal, head: Head, started: float) -> Refit:
+    def _go(self, goal: Goal, head: Head, started: float) -> Refit | None:
         fetched = self.fetcher.fetched_bytes
         catalogue = read_catalogue(self.store, head)
         own = self.fetcher.steps((), goal.head)[-1]
@@ -205,6 +213,9 @@ class Subscriber:
         except RefitError:
             self.votes.agree(_ballot(goal, "prepared"), False)  # the others need not wait for this rank
             raise
+        if not goal.ballot and not update.changes and update.target == self._held == self.target.stamp():
+            self._took(update, state, own.aliases)
+            return None
         try:
             failure = self._stage(update)
             agreed = self.votes.agree(_ballot(goal, "prepared"), failure is None)
@@ -262,30 +273,39 @@ class Subscriber:
     def _prepare(
         self, goal: Head, catalogue: Catalogue, route: Sequence[Edge], own: Manifest, repair: StoreRepair
     ) -> tuple[Update, StateHash]:
-        assert self._names is not None
-        assert self._state is not None
-        manifests = self.fetcher.steps(route, goal)[: len(route)]
-        objects = self.fetcher.objects(ref for m in manifests for ref in m.objects)
-        steps = []
-        for m in manifests:
-            entries = [read_object(objects[ref.digest], where=f"object {ref.digest}") for ref in m.objects]
-            found = {c.info.name: entries[c.object].get(c.info.name) for c in m.tensors if c.object is not None}
-            steps.append(Step(m, {name: data for name, data in found.items() if data is not None}))
-        state, plans = chain(self._state, steps)
+        """Fetch the steps, folding every tensor as soon as all that concerns it is there."""
+        names, held, stamp = self._names, self._state, goal.stamp
+        assert names is not None
+        assert held is not None
+        assert stamp is not None
+        steps = Steps(self.fetcher.steps(route, goal)[: len(route)])
+        folding = Folding(self.target, names, own.block, self._damaged(catalogue, goal, names, held, steps))
+        with ThreadPoolExecutor(self.threads) as pool:
+            work = [
+                pool.submit(folding.tensor, name, plan)
+                for ref, data in self.fetcher.stream(steps.objects())
+                for name, plan in steps.arrived(ref, data)
+            ]
+            for done in work:
+                done.result()
+        state, plans = chain(held, steps.steps())
         if state.digest() != own.state or state.schema() != own.schema:
             raise CorruptError("the steps in the catalogue do not lead to HEAD", where=f"version {goal.version}")
-        damaged: dict[str, tuple[int, ...]] = {}
+        for name, plan in plans.items():
+            if plan.info is None and names.held(name):
+                folding.tensor(name, plan)  # removed: there was no object to wait for
+        return folding.update(self._held, stamp, state, repair, self.threads), state
+
+    def _damaged(
+        self, catalogue: Catalogue, goal: Head, names: Names, held: StateHash, steps: Steps
+    ) -> dict[str, tuple[int, ...]]:
+        """Blocks of the target that are not what they should be, where there is reason to look."""
         anchored = any(edge.kind == "full" and edge.version == goal.version for edge in catalogue.edges)
-        if self._suspect or (self.audit_anchors and anchored):
-            found_damaged = audit(self.target, self._names, self._state, self.threads)
-            damaged = {n: b for n, b in found_damaged.items() if state.infos.get(n) == self._state.infos.get(n)}
-        stamp = goal.stamp
-        assert stamp is not None
-        source = self._held
-        update = prepare_update(
-            self.target, self._names, source, stamp, state, plans, repair, damaged=damaged, threads=self.threads
-        )
-        return update, state
+        if not self._suspect and not (self.audit_anchors and anchored):
+            return {}
+        after = steps.infos(held.infos)
+        found = audit(self.target, names, held, self.threads)
+        return {name: blocks for name, blocks in found.items() if blocks and after.get(name) == held.infos.get(name)}
 
     def _took(self, update: Update, state: StateHash, aliases: Mapping[str, str]) -> None:
         """The target holds ``update.target``."""

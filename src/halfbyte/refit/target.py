@@ -2,7 +2,7 @@
 
     read ...        any time: the bytes now served, in checkpoint coordinates
     stage(update)   any time, may be slow, may fail: get everything ready; nothing that is served changes
-    pause()         no token is drawn until resume()
+    pause()         no token is drawn until resume(); the target may be paused already, after a failure
     commit(update)  quick: the staged update becomes what is served, with its stamp
     rollback(update) quick: back to what was served before, as if nothing had happened
     resume()        serve again, with prefix caches of other weights dropped

@@ -69,4 +69,4 @@ def untie(tensors: Mapping[str, Any], policy: TiePolicy) -> tuple[dict[str, Any]
 def _is_view(array: Any, data: Any) -> bool:
     """Whether ``data`` is the array's own memory rather than a copy (a copy cannot tell what is shared)."""
     pointer = array.data_ptr() if hasattr(array, "data_ptr") else getattr(getattr(array, "ctypes", None), "data", None)
-    return pointer == data.ctypes.data
+    return bool(pointer == data.ctypes.data)

@@ -82,6 +82,20 @@ _OPTIMISER = (
         "Share of tokens whose gradient a bound on the ratio removes.",
     ),
 )
+_REFIT = (
+    _Metric(
+        "Weights that an update changes",
+        (("refit/changed", "BF16 weights"), ("refit/changed_codes", "FP4 codes")),
+        "Share whose bits differ from the version before.",
+        logarithmic=True,
+    ),
+    _Metric(
+        "Size of a version",
+        (("refit/bytes", "delta"), ("refit/full_bytes", "all weights")),
+        "Bytes that a reader of the run's store fetches for an update.",
+        logarithmic=True,
+    ),
+)
 
 
 def panels(record: Record) -> list[Panel]:
@@ -92,6 +106,7 @@ def panels(record: Record) -> list[Panel]:
     out += _mismatch(record)
     out += [_metric_panel(record, m) for m in _POLICY]
     out += [_time(record), _speed(record)]
+    out += [_metric_panel(record, m) for m in _REFIT]
     out += [_metric_panel(record, m) for m in _OPTIMISER]
     return out
 

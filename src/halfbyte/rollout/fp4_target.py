@@ -222,8 +222,8 @@ def _source_of(
     dtype = torch.float32 if precision.exact else torch.bfloat16
     for name, shape in parameter_shapes(arch).items():
         if f"{name}.codes" in tensors:
-            parts = (tensors[f"{name}.{part}"] for part in ("codes", "scales", "global_scale"))
-            q = QuantTensor(*parts, spec=spec, shape=shape)
+            packed, scales, stored = (tensors[f"{name}.{part}"] for part in ("codes", "scales", "global_scale"))
+            q = QuantTensor(packed, scales, stored, spec, shape)
             if check is None or name in check:
                 validate(q, name)
             g = multiplier_pair(q.global_scale, spec)[0]

@@ -18,7 +18,6 @@ from halfbyte.guidance.cache import PassRecord
 from halfbyte.guidance.sites import site_of_linear
 from halfbyte.kernels import AttentionStep, Kernels, PackedExperts, PackedLinear
 from halfbyte.models.architecture import site_of
-from halfbyte.models.routing import route
 from halfbyte.rollout.pages import PagePool
 from halfbyte.rollout.weights import RolloutWeights
 
@@ -123,7 +122,7 @@ class PackedExecution:
     def experts(self, layer: int, x: Tensor) -> Tensor:
         """Routed experts; the routes are written to the tokens' slots."""
         logits = self.linear(x, (f"model.layers.{layer}.mlp.gate",))
-        ids, gates = route(logits, self.arch.experts_per_token, normalise=self.arch.norm_topk_prob)
+        ids, gates = self.kernels.route(logits, self.arch.experts_per_token, normalise=self.arch.norm_topk_prob)
         self.pool.routes[self.batch.slots.numpy(), self._moe_index[layer]] = ids.numpy()
         packed = [self.weights.experts[layer, kind] for kind in self.precision.kinds("experts")]
         if len(packed) == 1:

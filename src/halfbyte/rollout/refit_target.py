@@ -8,22 +8,23 @@ another swap. ``fp4_target`` does the same in FP4 coordinates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from halfbyte.errors import RefitError
 from halfbyte.models.layout import ParameterLayout
 from halfbyte.refit.arrays import Bytes, TensorInfo, flat_bytes, infos_of, writable_bytes
-from halfbyte.refit.errors import LayoutError
+from halfbyte.refit.errors import LayoutError, WrongBaseError
 from halfbyte.refit.patch import Change, Stamp, Update, write_block
 from halfbyte.rollout.engine import Engine
 from halfbyte.rollout.packer import Source
 from halfbyte.rollout.weights import RolloutWeights, published
 
-__all__ = ["EngineTarget", "Staged", "checked_info", "ready"]
+__all__ = ["EngineTarget", "SharedEngineTarget", "Staged", "checked_info", "ready"]
 
 _SCALE = ".global_scale"
 
@@ -54,13 +55,16 @@ class EngineTarget:
     survives = False
 
     def __init__(self, engine: Engine, tensors: Mapping[str, Tensor], *, stamp: Stamp | None = None) -> None:
-        self.engine = engine
+        self._begin(engine, published(engine.arch, engine.precision, tensors), stamp)
+
+    def _begin(self, engine: Engine, source: Source, stamp: Stamp | None) -> None:
+        self.engine, self.source = engine, source
         self.layout = ParameterLayout(engine.arch)
-        self.source = published(engine.arch, engine.precision, tensors)
         self.rows_quantised = 0
         self._stamp = stamp
         self._staged: Staged | None = None
-        self._infos = infos_of(self._arrays())
+        arrays = dict(self.layout.checkpoint_views(source.params))
+        self._infos = infos_of(arrays | {f"{name}{_SCALE}": scale for name, scale in source.scales.items()})
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """Checkpoint names, dtypes and shapes, experts one by one; global scales that outlive versions."""
@@ -72,9 +76,7 @@ class EngineTarget:
 
     def read(self, name: str) -> Bytes:
         """A published tensor's bytes."""
-        if name in self.layout.locations:
-            return flat_bytes(self.layout.view(self.source.params, name))
-        return flat_bytes(self.source.scales[name.removesuffix(_SCALE)])
+        return self._bytes(self.source, name)
 
     def stage(self, update: Update) -> None:
         """Patch copies of the touched parameters, and pack what they are part of.
@@ -87,7 +89,9 @@ class EngineTarget:
         rows: dict[str, Tensor] = {}
         for change in update.changes:
             self._patch(change, params, scales, rows)
-        source = Source(params, scales)
+        self._pack(Source(params, scales), rows, update)
+
+    def _pack(self, source: Source, rows: dict[str, Tensor], update: Update) -> None:
         after, self.rows_quantised = self.engine.weights.repacked(
             source, rows, self.engine.kernels, version=update.target.version
         )
@@ -116,9 +120,10 @@ class EngineTarget:
         """Drop the version that is not served."""
         self._staged = None
 
-    def _arrays(self) -> dict[str, Tensor]:
-        arrays = dict(self.layout.checkpoint_views(self.source.params))
-        return arrays | {f"{name}{_SCALE}": scale for name, scale in self.source.scales.items()}
+    def _bytes(self, source: Source, name: str) -> Bytes:
+        if name in self.layout.locations:
+            return flat_bytes(self.layout.view(source.params, name))
+        return flat_bytes(source.scales[name.removesuffix(_SCALE)])
 
     def _patch(
         self, change: Change, params: dict[str, Tensor], scales: dict[str, Tensor], rows: dict[str, Tensor]
@@ -135,14 +140,55 @@ class EngineTarget:
         data = writable_bytes(view)
         for block in change.blocks:
             write_block(data, block, "new", expect=("old",))
+        self._mark(change, params, rows)
+
+    def _mark(self, change: Change, params: Mapping[str, Tensor], rows: dict[str, Tensor]) -> None:
+        """Note which rows of a parameter a change touches; a new global scale touches none but has its matrix looked at."""
+        where = self.layout.locations[change.name.removesuffix(_SCALE)]
         parameter = params[where.parameter]
         columns = max(parameter.shape[-1] if parameter.dim() > 1 else parameter.numel(), 1)
         mask = rows.setdefault(where.parameter, torch.zeros(parameter.numel() // columns, dtype=torch.bool))
-        if info.name in self.layout.locations:
+        if change.name in self.layout.locations:
             touched = change.positions() // columns
             if where.expert is not None:
                 touched += where.expert * parameter.shape[1] + where.begin
             mask.numpy()[touched] = True
+
+
+class SharedEngineTarget(EngineTarget):
+    """The engine in the trainer's own process: it packs the very tensors that were published, and holds no copy of them.
+
+    Arguments:
+        engine: serves what ``latest`` gives now.
+        latest: the weights last published. Tensors are replaced by the next publication, never written to.
+        stamp: what they are.
+    """
+
+    def __init__(self, engine: Engine, latest: Callable[[], Source], *, stamp: Stamp | None = None) -> None:
+        self._latest = latest
+        self._begin(engine, latest(), stamp)
+
+    def stage(self, update: Update) -> None:
+        """Pack what the update touches; see :meth:`EngineTarget.stage`.
+
+        Raises:
+            WrongBaseError: ``latest`` does not hold the values of the update.
+        """
+        source = self._latest()
+        rows: dict[str, Tensor] = {}
+        for change in update.changes:
+            name = checked_info(change, self._infos).name
+            held = self._bytes(source, name)
+            for block in change.blocks:
+                unit = block.new.itemsize
+                count = block.count if block.positions is None else (held.size - block.begin) // unit
+                view = held[block.begin : block.begin + count * unit].view(block.new.dtype)
+                if not np.array_equal(view if block.positions is None else view[block.positions], block.new):
+                    raise WrongBaseError(
+                        "the weights at hand are not those that were published", where=f"tensor {name!r}"
+                    )
+            self._mark(change, source.params, rows)
+        self._pack(source, rows, update)
 
 
 def checked_info(change: Change, infos: Mapping[str, TensorInfo]) -> TensorInfo:

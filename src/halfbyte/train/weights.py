@@ -28,15 +28,16 @@ from halfbyte.refit.state import StateHash
 from halfbyte.refit.store.filesystem import FilesystemStore
 from halfbyte.rollout.code_changes import code_changes
 from halfbyte.rollout.engine import Engine
-from halfbyte.rollout.refit_target import EngineTarget
+from halfbyte.rollout.packer import Source
+from halfbyte.rollout.refit_target import SharedEngineTarget
 
 __all__ = ["WeightPath"]
 
 #: Versions between two collections of what no reader needs any more.
 COLLECT_EVERY = 64
-#: The objects were decoded before HEAD names them, and a local file that was written can be read. Skips come from a history
-#: that does not grow with the model: a run's memory belongs to the learner.
-OPTIONS = PublishOptions(read_back=False, skip_levels=3, history_bytes=64 << 20)
+#: The objects were decoded before HEAD names them, and a local file that was written can be read. Full versions bound what a late
+#: reader fetches; skips would cost every step a quarter of its publication, and memory.
+OPTIONS = PublishOptions(read_back=False, skip_levels=0)
 
 
 class _Unsynced(Disk):
@@ -61,7 +62,7 @@ class WeightPath:
         self.store = FilesystemStore(folder, disk=_Unsynced())
         tensors = self._tensors()
         self.publisher = self._resumed(tensors, version) or self._begun(tensors, version)
-        self.target = EngineTarget(engine, tensors, stamp=self.publisher.head.stamp)
+        self.target = SharedEngineTarget(engine, self._latest, stamp=self.publisher.head.stamp)
 
     def publish(self, version: int) -> dict[str, float]:
         """Make the learner's weights the next version, in the store and in the engine.
@@ -97,6 +98,10 @@ class WeightPath:
             "time/stage": taken - started - pause,
             "time/pause": pause,
         }
+
+    def _latest(self) -> Source:
+        parameters = self.learner.parameters
+        return Source(parameters.published_parameters(), dict(parameters.scales.current) if parameters.scales else {})
 
     def _tensors(self) -> dict[str, Tensor]:
         parameters = self.learner.parameters

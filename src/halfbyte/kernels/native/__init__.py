@@ -25,6 +25,7 @@ from halfbyte.kernels.native import linear as _linear
 from halfbyte.kernels.native import norm as _norm
 from halfbyte.kernels.native import quantise as _quantise
 from halfbyte.kernels.native import rope as _rope
+from halfbyte.kernels.native import routing as _routing
 from halfbyte.kernels.native import sampling as _sampling
 from halfbyte.kernels.native import swiglu as _swiglu
 from halfbyte.kernels.native.buffers import new_zeros
@@ -156,6 +157,9 @@ class NativeKernels:
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return _swiglu.swiglu(gate_up, isa=self._isa)
+
+    def route(self, logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        return _routing.route(logits, k, normalise=normalise, isa=self._isa)
 
     def new_kv_layer(
         self, n_pages: int, page_size: int, n_kv: int, head_dim: int, kind: KvKind, spec: QuantSpec | None = None

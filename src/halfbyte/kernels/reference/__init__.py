@@ -20,6 +20,7 @@ from halfbyte.kernels.reference import linear as _linear
 from halfbyte.kernels.reference import norm as _norm
 from halfbyte.kernels.reference import quantise as _quantise
 from halfbyte.kernels.reference import rope as _rope
+from halfbyte.kernels.reference import routing as _routing
 from halfbyte.kernels.reference import sampling as _sampling
 from halfbyte.kernels.reference import swiglu as _swiglu
 from halfbyte.kernels.reference.sampling import Sampled
@@ -126,6 +127,9 @@ class ReferenceKernels:
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return _swiglu.swiglu(gate_up)
+
+    def route(self, logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        return _routing.route(logits, k, normalise=normalise)
 
     def new_kv_layer(
         self, n_pages: int, page_size: int, n_kv: int, head_dim: int, kind: KvKind, spec: QuantSpec | None = None

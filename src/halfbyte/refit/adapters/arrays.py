@@ -9,6 +9,7 @@ import numpy as np
 
 from halfbyte.refit.arrays import Bytes, TensorInfo, flat_bytes, info_of, writable_bytes
 from halfbyte.refit.errors import LayoutError, TargetError
+from halfbyte.refit.parallel import each, worker_threads
 from halfbyte.refit.patch import Change, Side, Stamp, Update, write_block
 
 __all__ = ["ArraysTarget", "Hooks"]
@@ -55,6 +56,7 @@ class ArraysTarget:
         self.arrays, self.hooks, self.make, self.survives = arrays, hooks or Hooks(), make, survives
         self._infos = dict(infos) if infos is not None else {n: info_of(n, a) for n, a in arrays.items()}
         self._stamp = stamp
+        self.threads = worker_threads()
         self._built: dict[str, Any] = {}  # staged arrays of tensors that are added or re-shaped
         self._removed: dict[str, Any] = {}  # arrays that a commit replaced, for the way back
 
@@ -92,20 +94,23 @@ class ArraysTarget:
 
     def commit(self, update: Update) -> None:
         """See :class:`~halfbyte.refit.target.Target`."""
+        each(
+            lambda change: self._write(change, "new", checked=True),
+            [c for c in update.changes if c.in_place],
+            self.threads,
+        )
         for change in update.changes:
-            if change.in_place:
-                self._write(change, "new", checked=True)
-            else:
+            if not change.in_place:
                 self._exchange(change)
-        self._flush(update)
         self._stamp = update.target
 
     def rollback(self, update: Update) -> None:
         """See :class:`~halfbyte.refit.target.Target`."""
+        each(lambda change: self._write(change, "old"), [c for c in update.changes if c.in_place], self.threads)
         for change in update.changes:
             if change.in_place:
-                self._write(change, "old")
-            elif change.before is not None and change.old is not None:
+                continue
+            if change.before is not None and change.old is not None:
                 array = self._removed.get(change.name)
                 self._set(change.before, self._build(change.before, change.old) if array is None else array)
             else:
@@ -120,6 +125,7 @@ class ArraysTarget:
 
     def discard(self, update: Update) -> None:
         """See :class:`~halfbyte.refit.target.Target`."""
+        self._flush(update)  # not in the pause: until the subscriber's log is dropped, it makes good what is lost
         self._built.clear()
         self._removed.clear()
 

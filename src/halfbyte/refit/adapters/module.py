@@ -30,7 +30,7 @@ def module_tensors(
         LayoutError: two parameters get the same name.
     """
     found: dict[str, torch.Tensor] = {}
-    items = list(module.named_parameters())
+    items: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
     if buffers:
         persistent = module.state_dict(keep_vars=True)
         items += [(n, b) for n, b in module.named_buffers() if n in persistent]

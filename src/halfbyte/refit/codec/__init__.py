@@ -13,8 +13,8 @@ from halfbyte.refit.codec.apply import Applied, BlockUndo, Undo, apply, commit, 
 from halfbyte.refit.codec.blocks import BLOCK, Hashes, block_count, block_hash, block_hashes, block_span
 from halfbyte.refit.codec.delta import BlockKind, Coding, TensorDelta
 from halfbyte.refit.codec.encode import Profile, encode
-from halfbyte.refit.codec.kernels import available, kernels
 from halfbyte.refit.codec.prepare import BlockState, Prepared, decode, prepare
+from halfbyte.refit.codec.registry import available, kernels
 
 __all__ = [
     "BLOCK",

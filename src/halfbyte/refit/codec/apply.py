@@ -11,8 +11,9 @@ from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.blocks import block_hash
 from halfbyte.refit.codec.delta import BlockKind, Coding, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
-from halfbyte.refit.codec.kernels import Classed, CodecKernels, Marked, kernels
+from halfbyte.refit.codec.kernels import Classed, CodecKernels, Marked
 from halfbyte.refit.codec.prepare import BlockState, Body, Prepared, block_state, check_fits, decode, prepare
+from halfbyte.refit.codec.registry import kernels
 
 __all__ = ["Applied", "BlockUndo", "Undo", "apply", "commit", "revert"]
 

@@ -43,7 +43,7 @@ def block_span(dtype: str, elements: int, index: int, block: int = BLOCK) -> tup
 
 def block_hash(data: Bytes) -> int:
     """xxh3-64 of a block's bytes."""
-    return xxhash.xxh3_64_intdigest(data)
+    return xxhash.xxh3_64_intdigest(data.data)
 
 
 def block_hashes(dtype: str, data: Bytes, block: int = BLOCK) -> Hashes:

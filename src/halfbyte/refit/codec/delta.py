@@ -145,7 +145,7 @@ class TensorDelta:
         raw = np.frombuffer(data, np.uint8)
         if raw.size < _HEADER.size:
             raise _bad(where, f"{raw.size} bytes are too few")
-        magic, version, code, log2, zero, elements, blocks, n_payload = _HEADER.unpack_from(raw)
+        magic, version, code, log2, zero, elements, blocks, n_payload = _HEADER.unpack_from(raw.data)
         if magic != _MAGIC:
             raise _bad(where, "it does not start with HBTD")
         if version != _VERSION:

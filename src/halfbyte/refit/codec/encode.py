@@ -13,7 +13,8 @@ from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.blocks import BLOCK, Hashes, block_count, block_hash, element_count
 from halfbyte.refit.codec.delta import ROW, STREAMS, BlockKind, Coding, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
-from halfbyte.refit.codec.kernels import CodecKernels, Marked, Room, kernels
+from halfbyte.refit.codec.kernels import CodecKernels, Marked, Room
+from halfbyte.refit.codec.registry import kernels
 from halfbyte.refit.codec.streams import Packer
 
 __all__ = ["Profile", "encode"]
@@ -125,7 +126,7 @@ def _candidates(
     """(kind, coding, streams) worth compressing, in the order in which ties are decided."""
     elements = base.size * 8 // element.bits
     if use.is_fill(element, target):
-        one = target[: element.size] if element.bits >= 8 else target[:1] & 15
+        one: Bytes = target[: element.size] if element.bits >= 8 else target[:1] & np.uint8(15)
         yield BlockKind.FILL, Coding.PLAIN, (one,)
         return
     if marked is not None:

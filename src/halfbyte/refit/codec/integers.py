@@ -53,7 +53,8 @@ def rank(element: Element, bits: Unsigned) -> Unsigned:
     if not element.signed_magnitude:
         return bits
     sign, ones = constants(element)
-    return bits ^ np.where(bits & sign, ones, sign)
+    ranks: Unsigned = bits ^ np.where(bits & sign, ones, sign)
+    return ranks
 
 
 def unrank(element: Element, ranks: Unsigned) -> Unsigned:
@@ -61,14 +62,16 @@ def unrank(element: Element, ranks: Unsigned) -> Unsigned:
     if not element.signed_magnitude:
         return ranks
     sign, ones = constants(element)
-    return ranks ^ np.where(ranks & sign, sign, ones)
+    bits: Unsigned = ranks ^ np.where(ranks & sign, sign, ones)
+    return bits
 
 
 def positions_of_gaps(gaps: Bytes) -> npt.NDArray[np.int64]:
     """Element numbers that a gap stream marks."""
     marks = gaps != SKIP
     ends = np.cumsum(gaps.astype(np.int64) + marks)
-    return ends[marks] - 1
+    positions: npt.NDArray[np.int64] = ends[marks] - 1
+    return positions
 
 
 def gaps_of_positions(positions: npt.NDArray[np.int64]) -> Bytes:
@@ -90,7 +93,8 @@ def split_codes(values: Bytes) -> Bytes:
 def join_codes(codes: Bytes) -> Bytes:
     """Codes two a byte, the first in the low half; an odd one has a zero beside it."""
     codes = np.append(codes, np.zeros(codes.size % 2, np.uint8))
-    return codes[0::2] | codes[1::2] << 4
+    joined: Bytes = codes[0::2] | codes[1::2] << np.uint8(4)
+    return joined
 
 
 def constants(element: Element) -> tuple[Any, Any]:

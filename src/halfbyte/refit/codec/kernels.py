@@ -1,19 +1,16 @@
-"""The kernels of the codec as one protocol, and which implementation runs."""
+"""The kernels of the codec as one protocol."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import numpy as np
 
-from halfbyte.errors import ConfigError
 from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.element import Element
 
-__all__ = ["Classed", "CodecKernels", "Marked", "Room", "available", "kernels"]
+__all__ = ["Classed", "CodecKernels", "Marked", "Room"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,39 +125,3 @@ class CodecKernels(Protocol):
     def from_classes(self, element: Element, base: Bytes, classed: Classed) -> Marked | None:
         """Back to position order; None where the streams do not fit each other or the base (checked, unlike ``apply_*``)."""
         ...
-
-
-def available() -> list[str]:
-    """Names that :func:`kernels` accepts here, the fastest last."""
-    return list(_implementations())
-
-
-def kernels(name: str = "") -> CodecKernels:
-    """The kernels of that name; by default those that ``HALFBYTE_KERNELS`` names, or the fastest.
-
-    Raises:
-        ConfigError: not built, or not for this processor.
-    """
-    found = _implementations()
-    name = name or os.environ.get("HALFBYTE_KERNELS") or "native"
-    if name == "native":
-        return list(found.values())[-1]
-    if name not in found:
-        raise ConfigError(
-            f"there are no codec kernels named {name!r} here",
-            where="HALFBYTE_KERNELS or the argument of kernels()",
-            expected="native, " + ", ".join(found),
-        )
-    return found[name]
-
-
-@cache
-def _implementations() -> dict[str, CodecKernels]:
-    from halfbyte.refit.codec.reference import ReferenceCodec
-
-    found: dict[str, CodecKernels] = {"reference": ReferenceCodec()}
-    try:
-        from halfbyte.refit.codec import native
-    except ImportError:
-        return found
-    return found | {isa: native.NativeCodec(isa) for isa in native.instruction_sets()}

@@ -12,7 +12,8 @@ from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.blocks import block_hash, element_count
 from halfbyte.refit.codec.delta import BlockKind, BlockRow, Coding, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
-from halfbyte.refit.codec.kernels import Classed, CodecKernels, Marked, kernels
+from halfbyte.refit.codec.kernels import Classed, CodecKernels, Marked
+from halfbyte.refit.codec.registry import kernels
 from halfbyte.refit.codec.streams import Unpacker
 
 __all__ = ["BlockState", "Body", "Prepared", "block_state", "check_fits", "decode", "prepare"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 
 import numpy as np
-import numpy.typing as npt
 
 from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.element import Element
@@ -108,11 +107,12 @@ def values_agree(element: Element, marked: Marked | Classed) -> bool:
     return escapes == wide.size and bool((wide > ESCAPE).all()) and bool((wide <= constants(element)[1]).all())
 
 
-def _classes(element: Element, base: Bytes) -> npt.NDArray[np.uint8]:
+def _classes(element: Element, base: Bytes) -> Bytes:
     shift, width = element.exponent
     elements = elements_of(element, base)
     kind = element.unsigned.type
-    return (elements >> kind(shift) & kind((1 << width) - 1)).astype(np.uint8)
+    classes: Bytes = (elements >> kind(shift) & kind((1 << width) - 1)).astype(np.uint8)
+    return classes
 
 
 def _records(classed: Classed) -> list[tuple[int, int, int]] | None:

@@ -29,7 +29,7 @@ class Packer:
     def pack(self, raw: Bytes) -> tuple[bool, bytes]:
         """(whether it is a zstd frame, the bytes to store)."""
         if raw.size >= _SHORTEST:
-            frame = self._zstd.compress(raw)
+            frame = self._zstd.compress(raw.data)
             if len(frame) < raw.size:
                 return True, frame
         return False, raw.tobytes()
@@ -52,10 +52,10 @@ class Unpacker:
                 raise RefitError(f"a stream has {stored.size} bytes, its table says {size}")
             return stored
         try:
-            claimed = zstandard.get_frame_parameters(stored[:_FRAME_HEADER]).content_size
+            claimed = zstandard.get_frame_parameters(stored[:_FRAME_HEADER].data).content_size
             if claimed != size:
                 raise RefitError(f"a zstd frame of {claimed} bytes, its table says {size}")
-            raw = np.frombuffer(self._zstd.decompress(stored, allow_extra_data=False), np.uint8)
+            raw = np.frombuffer(self._zstd.decompress(stored.data, allow_extra_data=False), np.uint8)
         except zstandard.ZstdError as error:
             raise RefitError(f"a damaged zstd frame ({error})") from error
         if raw.size != size:
