@@ -28,6 +28,7 @@ FLOORS = {
     "learner": 5,
     "rollout": 5,
     "envs": 6,
+    "quantize": 6,
     "serve": 7,
     "diagnosis": 7,
     "train": 7,
