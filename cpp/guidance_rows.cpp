@@ -63,8 +63,12 @@ void read_value(const KvPages& kv, int64_t tile, int64_t lane, uint8_t* codes) {
     const uint32_t shift = static_cast<uint32_t>(8 * (lane % 4) + lane % 8 / 4 * 4);
     for (int64_t b = 0; b < kv.width / 16; ++b) {
         const uint32_t* word = words + (2 * b + lane / 8) * 16;
-        for (int64_t l = 0; l < 8; ++l)
-            codes[b * 8 + l] = static_cast<uint8_t>((word[2 * l] >> shift & 15u) | (word[2 * l + 1] >> shift & 15u) << 4);
+        for (int64_t l = 0; l < 8; ++l) {  // two words at once
+            uint64_t both;
+            std::memcpy(&both, word + 2 * l, 8);
+            both = both >> shift & 0x0000000F0000000Fu;
+            codes[b * 8 + l] = static_cast<uint8_t>(both | both >> 28);
+        }
     }
 }
 
