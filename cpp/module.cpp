@@ -37,6 +37,7 @@ NB_MODULE(_native, m) {
     register_quantise(m);
     register_guide(m);
     register_elements(m);
+    register_guidance_rows(m);
     register_linear(m);
     register_experts(m);
     register_norm(m);

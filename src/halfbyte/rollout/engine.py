@@ -408,11 +408,11 @@ class Engine:
     def _forward(self, batch: StepBatch, *, find_fault: bool = False, recording: bool = True) -> Tensor:
         record = None
         if recording and self.pool.guidance is not None:
-            record = PassRecord(self.pool.guidance, len(batch.ids))
+            record = PassRecord(self.pool.guidance, batch.slots)
         run = PackedExecution(self.weights, self.pool, self.kernels, batch, find_fault=find_fault, record=record)
         out = decoder_logits(self.arch, run, batch.ids, batch.rows)
         if record is not None:
-            record.commit(batch.slots)
+            record.commit(self.kernels)
         return out
 
     def _draw(self, samples: list[Sample], logits: Tensor, batch: StepBatch) -> None:
