@@ -189,7 +189,7 @@ def _array(value: Any, name: str, where: str, length: int | None, dtype: type[An
         out = np.asarray(value, dtype=np.float64 if floating or not isinstance(value, np.ndarray) else None)
         if not floating and len(out) and not (np.isfinite(out).all() and (out == np.trunc(out)).all()):
             raise ValueError("not integers")
-        if not floating and len(out) and not (-(2.0**63) <= out.min() and out.max() < 2.0**63):
+        if not floating and len(out) and not (out.min() >= -(2.0**63) and out.max() < 2.0**63):
             raise ValueError("more than 64 bits")
         with np.errstate(over="ignore"):  # beyond float32 is infinite, which is refused where the token counts
             out = out.astype(dtype)
