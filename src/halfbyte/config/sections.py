@@ -223,6 +223,7 @@ class TrainConfig(Section):
         keep_checkpoints: older ones are removed.
         tracker: also send metrics to trackio or wandb.
         threads: torch's threads; None leaves it to the thread policy of the command line.
+        delta_precision: where the rollout holds no FP4 weights, count the FP4 codes that an update changes in this one.
     """
 
     steps: Count = 300
@@ -234,3 +235,4 @@ class TrainConfig(Section):
     save_trajectories_every: Natural = 50
     saved_trajectories: Count = 16
     threads: Count | None = None
+    delta_precision: Text | None = None
