@@ -72,9 +72,12 @@ void read_value(const KvPages& kv, int64_t tile, int64_t lane, uint8_t* codes) {
     }
 }
 
-// Codes (as `bits` say) and block scales of the keys or values at `slots`, from byte `start` of each token's row on.
-void read_kv(Isa isa, const KvPages& kv, bool keys, const int64_t* slots, int64_t count, int bits, uint8_t* rows, int64_t stride,
+// Codes (as `bits` say) and block scales of the keys or values at `slots`, from byte `start` of each token's row on; false (and
+// nothing written) for a slot outside the pages.
+bool read_kv(Isa isa, const KvPages& kv, bool keys, const int64_t* slots, int64_t count, int bits, uint8_t* rows, int64_t stride,
              int64_t start) {
+    for (int64_t t = 0; t < count; ++t)
+        if (slots[t] < 0 || slots[t] >= kv.pages * kv.page_size) return false;
     const GuideTable& guide = guide_table(isa);
     const int64_t bytes = kv.width * bits / 8, blocks = kv.width / 16;
     const uint8_t* scales = keys ? kv.k_scales : kv.v_scales;
@@ -96,12 +99,13 @@ void read_kv(Isa isa, const KvPages& kv, bool keys, const int64_t* slots, int64_
             }
         }
     });
+    return true;
 }
 
 }  // namespace
 
 void register_guidance_rows(nb::module_& m) {
-    // Slots, sizes and dtypes are checked by the Python wrappers. A part is (address, first byte, bytes, whether exponents).
+    // Sizes and dtypes, and the slots of store_parts, are checked by the Python wrappers. A part is (address, first byte, bytes, whether exponents).
     m.def("store_parts", [](uintptr_t rows, int64_t stride, uintptr_t slots, int64_t count,
                             const std::vector<std::tuple<uintptr_t, int64_t, int64_t, bool>>& told) {
         nb::gil_scoped_release free;
@@ -113,7 +117,7 @@ void register_guidance_rows(nb::module_& m) {
     m.def("read_kv", [](int isa, const KvPages& kv, bool keys, uintptr_t slots, int64_t count, int bits, uintptr_t rows, int64_t stride,
                         int64_t start) {
         nb::gil_scoped_release free;
-        read_kv(usable_isa(isa), kv, keys, at<const int64_t>(slots), count, bits, at<uint8_t>(rows), stride, start);
+        return read_kv(usable_isa(isa), kv, keys, at<const int64_t>(slots), count, bits, at<uint8_t>(rows), stride, start);
     });
 }
 

@@ -152,7 +152,7 @@ def _compare(kernels: Kernels, x: Tensor, guide: Guide, thorough: bool) -> Compa
 
 
 def _same(own: QuantTensor, payload: Payload) -> bool:
-    """Whether every code and scale of ``payload`` (4 bits) is the learner's own: the usual case of a small gap."""
+    """Whether every code and scale of ``payload`` (4 bits) is the learner's own, as they mostly are where the gap is small."""
     theirs = (payload.codes, payload.scales, payload.global_scale)
     return all(torch.equal(a, b) for a, b in zip((own.codes, own.scales, own.global_scale), theirs))
 

@@ -13,6 +13,7 @@ from halfbyte.formats import PayloadBits
 from halfbyte.formats.residues import check_bits
 from halfbyte.kernels import _native
 from halfbyte.kernels.kv import KvLayer, check_slots
+from halfbyte.kernels.native.buffers import as_buffer
 from halfbyte.kernels.native.kv_store import pages_of
 from halfbyte.kernels.reference.guidance_rows import RowPart, check_parts, check_read
 from halfbyte.kernels.reference.guidance_rows import read_kv as reference_read_kv
@@ -39,12 +40,11 @@ def read_kv(
     if layer.kind != "fp4":
         return reference_read_kv(layer, part, slots, bits, rows, start)  # raises
     check_read(layer, slots, check_bits(bits), rows, start)
-    check_slots(layer, slots)
     _require_contiguous(rows)
-    slots = slots.contiguous()
-    _native.read_kv(
-        isa, pages_of(layer), part == "k", slots.data_ptr(), len(slots), bits, rows.data_ptr(), rows.shape[1], start
-    )
+    slots = as_buffer(slots, torch.int64)
+    addresses = (slots.data_ptr(), len(slots), bits, rows.data_ptr(), rows.shape[1], start)
+    if not _native.read_kv(isa, pages_of(layer), part == "k", *addresses):
+        check_slots(layer, slots)  # raises
     return None
 
 
