@@ -18,7 +18,6 @@ from halfbyte.guidance.batch import Alignment, BatchGuidance, gather
 from halfbyte.guidance.cache import PassRecord, Shelf
 from halfbyte.guidance.plan import Plan, make_plan
 from halfbyte.kernels import active
-from halfbyte.kernels.kv import new_kv_layer
 from halfbyte.models.checkpoint import Checkpoint, load_checkpoint
 from halfbyte.models.precision import Precision, precision_from
 from halfbyte.models.trajectory import SamplingParams, Trajectory
@@ -166,21 +165,6 @@ def test_keys_and_values_are_read_from_the_pages(family_folders: dict[str, Path]
             n = len(slots)
             assert torch.equal(guide.payload.codes[:n], q.codes)
             assert torch.equal(guide.payload.scales[:n], q.scales)
-
-
-@pytest.mark.parametrize(("n_kv", "dim", "page_size"), [(1, 16, 16), (2, 32, 32), (3, 64, 48)])
-def test_page_codes_are_the_quantised_tokens_of_the_pages(n_kv: int, dim: int, page_size: int) -> None:
-    generator = torch.Generator().manual_seed(dim)
-    spec = precision_from("w4a4kv4").kv_spec
-    layer = new_kv_layer(5, page_size, n_kv, dim, "fp4", spec)
-    slots = torch.randperm(5 * page_size, generator=generator)
-    k, v = (torch.randn(len(slots), n_kv, dim, generator=generator) for _ in "kv")
-    active().store_kv(layer, k, v, slots)
-    pages = [3, 1, 3]
-    where = torch.cat([torch.arange(page_size) + page_size * p for p in pages])
-    for (codes, scales), q in zip(layer.page_codes(pages), layer.quantised(where)):
-        assert torch.equal(codes, q.codes)
-        assert torch.equal(scales, q.scales)
 
 
 def test_bytes_a_token_are_the_formula_and_the_global_scales(family_folders: dict[str, Path]) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,11 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import DataError
-from halfbyte.formats import Payload, PayloadBits, QuantTensor
-from halfbyte.guidance.layout import Layout, encode_global
+from halfbyte.formats import Payload, PayloadBits
+from halfbyte.guidance.layout import Layout, global_source
 from halfbyte.kernels import Kernels
 from halfbyte.kernels.kv import KvLayer
+from halfbyte.kernels.reference.guidance_rows import RowPart
 
 __all__ = ["Arena", "PassRecord", "Shelf"]
 
@@ -44,6 +46,7 @@ class Arena:
         self.text = layout.to_text()
         # calloc: untouched pages of a large pool cost nothing
         self.rows: Bytes = np.zeros((n_pages * page_size, layout.recorded_bytes), dtype=np.uint8)
+        self.tensor = torch.from_numpy(self.rows)  # the same memory
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Follow the pool's copy-on-write."""
@@ -54,30 +57,30 @@ class Arena:
         """Rows [len(slots), recorded_bytes] of the tokens at ``slots``."""
         return np.take(self.rows, slots, axis=0)
 
-    def take_kv(self, pages: Sequence[int], kv: Sequence[KvLayer], kernels: Kernels) -> Bytes:
-        """Rows [P * page_size, row_bytes - recorded_bytes] of the tokens in ``pages``, from what the KV pages themselves hold."""
-        count = len(pages) * self.page_size
-        parts = []
-        for layer, *fields in self.layout.pages():
-            for field, (codes, scales) in zip(fields, kv[layer].page_codes(pages)):
-                if field is not None:
-                    shape = (count, field.place.rows, field.place.width)
-                    q = QuantTensor(codes, scales, torch.ones(()), field.place.spec, shape)
-                    payload = kernels.payload(q, field.bits)
-                    parts += [payload.codes.reshape(count, -1), payload.scales.reshape(count, -1)]
-        return torch.cat(parts, dim=1).numpy() if parts else np.empty((count, 0), dtype=np.uint8)
+    def take_kv(self, slots: npt.NDArray[np.int64], kv: Sequence[KvLayer], kernels: Kernels) -> Bytes:
+        """Rows [len(slots), row_bytes - recorded_bytes] of the tokens at ``slots``, from what the KV pages themselves hold."""
+        own = self.layout.recorded_bytes
+        out = torch.empty(len(slots), self.layout.row_bytes - own, dtype=torch.uint8)
+        where = torch.from_numpy(slots)
+        for field in self.layout.kv_fields:
+            part: Literal["k", "v"] = "k" if field.place.site == "k" else "v"
+            kernels.read_kv(kv[field.place.layer], part, where, field.bits, out, field.start - own)
+        return out.numpy()
 
 
 class PassRecord:
-    """What one forward pass writes, gathered a site at a time and stored at its slots once.
+    """What one forward pass writes: noted a site at a time, stored at its slots at once.
 
     Arguments:
-        tokens: rows of the pass. A site that some of them leave out (phases of different precision) reads as not recorded there.
+        slots: [T] int64 of the tokens of the pass. A site that some of them leave out (phases of different precision) reads as
+            not recorded there.
     """
 
-    def __init__(self, arena: Arena, tokens: int) -> None:
-        self.arena, self.tokens = arena, tokens
-        self._parts: dict[tuple[int, str], tuple[Tensor, Tensor, Tensor]] = {}
+    def __init__(self, arena: Arena, slots: Tensor) -> None:
+        self.arena, self.slots = arena, slots
+        self._whole: list[RowPart] = []
+        self._partial: list[tuple[Tensor, list[RowPart]]] = []
+        self._left = {f.start for f in arena.layout.fields if f.place.site not in ("k", "v")}
 
     def bits(self, layer: int, site: str) -> PayloadBits | None:
         """Payload bits of a site, None where it is not recorded."""
@@ -86,31 +89,31 @@ class PassRecord:
 
     def write(self, layer: int, site: str, payload: Payload, tokens: Tensor | None = None) -> None:
         """Note the payload of a site: its rows are those of all tokens of the pass, or of ``tokens`` [R] int64."""
-        place = self.arena.layout.by_place[layer, site].place
-        count = self.tokens if tokens is None else len(tokens)
+        field = self.arena.layout.by_place[layer, site]
+        count = len(self.slots) if tokens is None else len(tokens)
         if count == 0:
             return
-        g = encode_global(payload.global_scale.reshape(-1), place.spec)
-        if len(g) != count * place.rows:  # a constant scale, the same for all
-            g = g.expand(count * place.rows, -1)
-        parts = (payload.codes.reshape(count, -1), payload.scales.reshape(count, -1), g.reshape(count, -1))
-        if tokens is not None:
-            parts = (self._spread(parts[0], tokens), self._spread(parts[1], tokens), self._spread(parts[2], tokens))
-        self._parts[layer, site] = parts
+        parts = [
+            (payload.codes.reshape(count, -1), field.start),
+            (payload.scales.reshape(count, -1), field.scales_at),
+            (global_source(payload.global_scale, field.place.spec, count, field.place.rows), field.global_at),
+        ]
+        if tokens is None:
+            self._whole += parts
+            self._left.discard(field.start)
+        else:
+            self._partial.append((self.slots.index_select(0, tokens), parts))
 
-    def commit(self, slots: Tensor) -> None:
-        """Store the rows at ``slots`` [T]."""
-        if self.arena.layout.recorded_bytes:
-            self.arena.rows[slots.numpy()] = torch.cat([part for f in self._fields() for part in f], dim=1).numpy()
-
-    def _fields(self) -> Iterator[tuple[Tensor, ...]]:
-        for f in self.arena.layout.fields:
-            if f.place.site not in ("k", "v"):
-                nothing = (torch.zeros(self.tokens, f.stop - f.start, dtype=torch.uint8),)
-                yield self._parts.get((f.place.layer, f.place.site), nothing)
-
-    def _spread(self, part: Tensor, tokens: Tensor) -> Tensor:
-        return part.new_zeros(self.tokens, part.shape[1]).index_copy_(0, tokens, part)
+    def commit(self, kernels: Kernels) -> None:
+        """Store everything that was noted."""
+        arena = self.arena
+        if not arena.layout.recorded_bytes:
+            return
+        if self._left:  # what is not written for all tokens was, perhaps, for those who had these slots before
+            arena.rows[self.slots.numpy()] = 0
+        kernels.store_parts(arena.tensor, self.slots, self._whole)
+        for slots, parts in self._partial:
+            kernels.store_parts(arena.tensor, slots, parts)
 
 
 class Shelf:

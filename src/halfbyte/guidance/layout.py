@@ -10,7 +10,6 @@ constant global scale leaves one flag byte, and keys and values, which every tok
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +25,7 @@ from halfbyte.guidance.sites import Place, places
 from halfbyte.models.architecture import Architecture
 from halfbyte.models.precision import Precision
 
-__all__ = ["Field", "Layout", "decode_global", "encode_global"]
+__all__ = ["Field", "Layout", "decode_global", "global_source"]
 
 
 @dataclass(frozen=True)
@@ -37,32 +36,32 @@ class Field:
     bits: PayloadBits
     start: int
 
-    @property
+    @cached_property
     def code_bytes(self) -> int:
         """Bytes of the codes of a token."""
         return self.place.numbers * self.bits // 8
 
-    @property
+    @cached_property
     def scale_bytes(self) -> int:
         """Bytes of the block scales of a token."""
         return self.place.numbers // self.place.spec.block
 
-    @property
+    @cached_property
     def global_bytes(self) -> int:
         """Bytes of the global scales of a token (one scale a row)."""
         return 0 if self.place.site in ("k", "v") else self.place.rows * _global_width(self.place.spec)
 
-    @property
+    @cached_property
     def scales_at(self) -> int:
         """Where the block scales begin."""
         return self.start + self.code_bytes
 
-    @property
+    @cached_property
     def global_at(self) -> int:
         """Where the global scales begin."""
         return self.scales_at + self.scale_bytes
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """Behind the last byte."""
         return self.global_at + self.global_bytes
@@ -85,26 +84,25 @@ class Layout:
             fields.append(Field(place, check_bits(entry.bits), fields[-1].stop if fields else 0))
         return cls(tuple(fields))
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes a token."""
         return self.fields[-1].stop if self.fields else 0
 
-    @property
+    @cached_property
     def recorded_bytes(self) -> int:
         """Bytes a token of everything that the KV pages do not hold anyway; they come first in a row."""
-        return next((f.start for f in self.fields if f.place.site in ("k", "v")), self.row_bytes)
+        return next((f.start for f in self.kv_fields), self.row_bytes)
 
     @cached_property
     def by_place(self) -> dict[tuple[int, str], Field]:
         """(layer, site) -> field."""
         return {(f.place.layer, f.place.site): f for f in self.fields}
 
-    def pages(self) -> Iterator[tuple[int, Field | None, Field | None]]:
-        """(layer, field of k, field of v) of the layers whose keys or values are recorded."""
-        layers = sorted({f.place.layer for f in self.fields if f.place.site in ("k", "v")})
-        for layer in layers:
-            yield layer, self.by_place.get((layer, "k")), self.by_place.get((layer, "v"))
+    @cached_property
+    def kv_fields(self) -> tuple[Field, ...]:
+        """The fields of keys and values."""
+        return tuple(f for f in self.fields if f.place.site in ("k", "v"))
 
     def to_text(self) -> str:
         """A JSON text that travels with the rows; :meth:`from_text` restores it."""
@@ -172,17 +170,17 @@ def _global_width(spec: QuantSpec) -> int:
     return 4 if spec.global_scale == "token" and not _power_of_two(spec) else 1
 
 
-def encode_global(global_scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Global scales [R] float32 as stored bytes [R, 1 or 4] uint8; see the module."""
+def global_source(global_scale: Tensor, spec: QuantSpec, tokens: int, rows: int) -> Tensor:
+    """Global scales (float32, one a row, or one for all where the spec says so) as ``Kernels.store_parts`` takes them for
+    ``tokens`` of ``rows`` rows each: exponents [tokens, rows] float32, bytes [tokens, rows * 4] or flags [tokens, rows]."""
     if spec.global_scale != "token":
-        return torch.ones(len(global_scale), 1, dtype=torch.uint8)
-    if _power_of_two(spec):
-        return (global_scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)[:, None]
-    return global_scale.contiguous().view(torch.uint8).view(-1, 4)
+        return torch.ones(tokens, rows, dtype=torch.uint8)
+    g = global_scale.reshape(tokens, rows)
+    return g if _power_of_two(spec) else g.contiguous().view(torch.uint8)
 
 
 def decode_global(stored: Tensor, spec: QuantSpec) -> Tensor:
-    """Inverse of :func:`encode_global`: contiguous bytes [R, 1 or 4] -> float32 [R]; 0 where nothing was recorded."""
+    """What was stored for :func:`global_source`: contiguous bytes [R, 1 or 4] -> float32 [R]; 0 where nothing was recorded."""
     if spec.global_scale != "token":
         g = torch.tensor(spec.constant if spec.global_scale == "constant" else 1.0)
         return torch.where(stored[:, 0] > 0, g, 0.0)

@@ -99,42 +99,6 @@ class KvLayer:
             )
         return out[0], out[1]
 
-    def page_codes(self, pages: Sequence[int]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Packed codes and scales of whole pages in plain order, for keys and for values.
-
-        The bytes are those of the pages: words are moved, never decoded, so that reading costs little more than a copy.
-
-        Arguments:
-            pages: page numbers, repeats allowed.
-
-        Returns:
-            ``(codes, scales)`` of the keys and of the values: uint8 [P * page_size, n_kv, D/2] and [P * page_size, n_kv, D/16].
-
-        Raises: ConfigError unless the layer is fp4; ShapeError for a page that does not exist.
-        """
-        if self.k_scales is None or self.v_scales is None:
-            raise ConfigError("only an fp4 KV layer has codes and scales", where=f"a layer of kind {self.kind}")
-        if len(pages) and not 0 <= min(pages) <= max(pages) < self.n_pages:
-            raise ShapeError(f"page {min(pages)} or {max(pages)} does not exist", expected=f"0..{self.n_pages - 1}")
-        where = torch.tensor(pages, dtype=torch.int64)
-        keys, values = self.k.index_select(0, where), self.v.index_select(0, where)
-        shape = (len(pages) * self.page_size, self.n_kv, -1)
-        # A key's lane holds its codes, eight a word, in order: page, head, tile, lane, byte.
-        k_codes = keys.transpose(-1, -2).contiguous().view(torch.uint8).permute(0, 2, 3, 1, 4)
-        # Byte i of word 2b + g, lane j: element 16b + j of keys 8g + i (low nibble) and 8g + 4 + i (high nibble).
-        lanes = values.view(*values.shape[:3], self.head_dim // 16, 2, 8, 2)
-        even, odd = lanes[..., 0], lanes[..., 1]
-        low, high = 0x0F0F0F0F, -0x0F0F0F10  # nibbles of the four bytes of a word
-        both = torch.stack(((even & low) | ((odd & low) << 4), ((even >> 4) & low) | (odd & high)))
-        v_codes = (
-            both.view(torch.uint8).view(*both.shape, 4).permute(1, 3, 5, 0, 7, 2, 4, 6)
-        )  # page, tile, g, h, i, head, b, jj
-        scales = [
-            s.index_select(0, where).transpose(-1, -2).permute(0, 2, 3, 1, 4) for s in (self.k_scales, self.v_scales)
-        ]
-        plain = [x.reshape(shape) for x in (k_codes, scales[0], v_codes, scales[1])]
-        return (plain[0], plain[1]), (plain[2], plain[3])
-
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at ``slots`` [T] as float32 [T, n_kv, D], exactly as attention sees them.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from halfbyte.formats import Payload, PayloadBits, QuantSpec, QuantTensor
 from halfbyte.kernels.attention_step import AttentionStep
 from halfbyte.kernels.kv import KvKind, KvLayer
+from halfbyte.kernels.reference.guidance_rows import RowPart
 from halfbyte.kernels.reference.sampling import Sampled
 from halfbyte.kernels.weights import ExpertsRecord, LinearKind, PackedExperts, PackedLinear
 
@@ -61,6 +62,18 @@ class Kernels(Protocol):
         self, x: Tensor, payload: Payload, *, shift: float = 1.0, guided: Tensor | None = None, name: str = "tensor"
     ) -> Tensor:
         """``x [..., K]`` (float32 or bfloat16) at the payload's scales, towards its codes; see ``reference/guide.py``."""
+        ...
+
+    def store_parts(self, rows: Tensor, slots: Tensor, parts: Sequence[RowPart]) -> None:
+        """Writes ``parts``, each (source [T, n], first byte), into ``rows [S, bytes]`` uint8 at ``slots [T]`` int64; a uint8
+        source is copied, of a float32 source (powers of two) the exponents are stored."""
+        ...
+
+    def read_kv(
+        self, layer: KvLayer, part: Literal["k", "v"], slots: Tensor, bits: PayloadBits, rows: Tensor, start: int
+    ) -> None:
+        """Codes (as ``bits`` say), then block scales of the keys or values at ``slots [T]`` of an fp4 layer, into
+        ``rows [T, bytes]`` uint8 from byte ``start`` on."""
         ...
 
     # Products

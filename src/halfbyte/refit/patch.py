@@ -124,8 +124,9 @@ class Update:
 
     @property
     def changed(self) -> int:
-        """Units written by in-place changes."""
-        return sum(block.count for change in self.changes for block in change.blocks)
+        """Elements written: units of in-place changes, and whole tensors that are added or get another dtype or shape."""
+        in_place = sum(block.count for change in self.changes for block in change.blocks)
+        return in_place + sum(c.after.elements for c in self.changes if c.after is not None and not c.in_place)
 
 
 def patch_between(before: Bytes, after: Bytes, unit: int, begin: int = 0) -> BlockPatch | None:

@@ -42,17 +42,16 @@ class Collector:
         first = np.cumsum([0, *counts[:-1]]) * size  # of each sample, among the slots of all pages
         slots = (np.array(pages, dtype=np.int64)[:, None] * size + np.arange(size)).reshape(-1)
         chosen = slots[np.concatenate([np.arange(n) + a for n, a in zip(held, first)])]
-        ends = np.cumsum(held)[:-1]
-        routes = np.split(self.pool.routes[chosen], ends) if self.pool.moe_layers else [None] * len(samples)
+        spans = [slice(end - n, end) for n, end in zip(held, np.cumsum(held).tolist())]
+        routes = self.pool.routes[chosen] if self.pool.moe_layers else None
+        cut = [None if routes is None else routes[span] for span in spans]
         arena = self.pool.guidance
         if arena is None:
-            return [self._trajectory(*each, None) for each in zip(samples, routes)]
-        rows = np.split(self.shelf.keep(arena.take(chosen)), ends)
-        kv = self.shelf.keep(arena.take_kv(pages, self.pool.layers, self.pool.kernels))
-        guidance = [
-            GuidanceRows(own, kv[a : a + n], arena.text, version) for own, n, a in zip(rows, held, first.tolist())
-        ]
-        return [self._trajectory(*each) for each in zip(samples, routes, guidance)]
+            return [self._trajectory(*each, None) for each in zip(samples, cut)]
+        rows = self.shelf.keep(arena.take(chosen))
+        kv = self.shelf.keep(arena.take_kv(chosen, self.pool.layers, self.pool.kernels))
+        guidance = [GuidanceRows(rows[span], kv[span], arena.text, version) for span in spans]
+        return [self._trajectory(*each) for each in zip(samples, cut, guidance)]
 
     def _trajectory(
         self, sample: Sample, recorded: npt.NDArray[np.int16] | None, guidance: GuidanceRows | None

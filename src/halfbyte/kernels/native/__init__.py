@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from halfbyte.kernels.kv import KvKind, KvLayer
 from halfbyte.kernels.native import attend as _attend
 from halfbyte.kernels.native import attention as _attention
 from halfbyte.kernels.native import experts as _experts
+from halfbyte.kernels.native import guidance_rows as _guidance_rows
 from halfbyte.kernels.native import guide as _guide
 from halfbyte.kernels.native import kv_store as _kv_store
 from halfbyte.kernels.native import linear as _linear
@@ -29,6 +31,7 @@ from halfbyte.kernels.native import routing as _routing
 from halfbyte.kernels.native import sampling as _sampling
 from halfbyte.kernels.native import swiglu as _swiglu
 from halfbyte.kernels.native.buffers import new_zeros
+from halfbyte.kernels.reference.guidance_rows import RowPart
 from halfbyte.kernels.reference.sampling import Sampled
 from halfbyte.kernels.weights import ExpertsRecord, LinearKind, PackedExperts, PackedLinear
 
@@ -89,6 +92,14 @@ class NativeKernels:
         self, x: Tensor, payload: Payload, *, shift: float = 1.0, guided: Tensor | None = None, name: str = "tensor"
     ) -> Tensor:
         return _guide.guided_round(self._isa, x, payload, shift=shift, guided=guided, name=name)
+
+    def store_parts(self, rows: Tensor, slots: Tensor, parts: Sequence[RowPart]) -> None:
+        _guidance_rows.store_parts(rows, slots, parts)
+
+    def read_kv(
+        self, layer: KvLayer, part: Literal["k", "v"], slots: Tensor, bits: PayloadBits, rows: Tensor, start: int
+    ) -> None:
+        _guidance_rows.read_kv(self._isa, layer, part, slots, bits, rows, start)
 
     def pack_linear(
         self,

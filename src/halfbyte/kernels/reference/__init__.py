@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from halfbyte.kernels.kv import KvKind, KvLayer
 from halfbyte.kernels.reference import attend as _attend
 from halfbyte.kernels.reference import attention as _attention
 from halfbyte.kernels.reference import experts as _experts
+from halfbyte.kernels.reference import guidance_rows as _guidance_rows
 from halfbyte.kernels.reference import guide as _guide
 from halfbyte.kernels.reference import kv_store as _kv_store
 from halfbyte.kernels.reference import linear as _linear
@@ -23,6 +25,7 @@ from halfbyte.kernels.reference import rope as _rope
 from halfbyte.kernels.reference import routing as _routing
 from halfbyte.kernels.reference import sampling as _sampling
 from halfbyte.kernels.reference import swiglu as _swiglu
+from halfbyte.kernels.reference.guidance_rows import RowPart
 from halfbyte.kernels.reference.sampling import Sampled
 from halfbyte.kernels.weights import ExpertsRecord, LinearKind, PackedExperts, PackedLinear
 
@@ -59,6 +62,14 @@ class ReferenceKernels:
         self, x: Tensor, payload: Payload, *, shift: float = 1.0, guided: Tensor | None = None, name: str = "tensor"
     ) -> Tensor:
         return _guide.guided_round(x, payload, shift=shift, guided=guided, name=name)
+
+    def store_parts(self, rows: Tensor, slots: Tensor, parts: Sequence[RowPart]) -> None:
+        _guidance_rows.store_parts(rows, slots, parts)
+
+    def read_kv(
+        self, layer: KvLayer, part: Literal["k", "v"], slots: Tensor, bits: PayloadBits, rows: Tensor, start: int
+    ) -> None:
+        _guidance_rows.read_kv(layer, part, slots, bits, rows, start)
 
     def pack_linear(
         self,
