@@ -36,6 +36,7 @@ NB_MODULE(_native, m) {
     m.def("use_huge_pages", &use_huge_pages, nb::arg("address"), nb::arg("bytes"), "Advice for memory that was not touched yet.");
     register_quantise(m);
     register_guide(m);
+    register_elements(m);
     register_guidance_rows(m);
     register_linear(m);
     register_experts(m);

@@ -20,6 +20,7 @@ class Buffer {
     Buffer& operator=(const Buffer&) = delete;
     uint8_t* at() const { return static_cast<uint8_t*>(view_.buf); }
     int64_t size() const { return view_.len; }
+    uint32_t* places() const { return static_cast<uint32_t*>(view_.buf); }
 
    private:
     Py_buffer view_;
@@ -128,6 +129,38 @@ void register_refit(nb::module_& m) {
         const RefitTable& table = refit_table(usable_isa(isa));
         mask ? table.revert_bitmask(kind, d.at(), w.at(), w.size(), changed, o.at())
              : table.revert_sparse(kind, d.at(), w.at(), changed, o.at());
+    });
+    m.def("refit_count_differing", [](int isa, int size, nb::handle before, nb::handle after) {
+        const Buffer a(before), b(after);
+        require(a.size() == b.size() && a.size() % size == 0 && a.size() / size <= kRefitMostPlaces);
+        nb::gil_scoped_release free;
+        return refit_table(usable_isa(isa)).count_differing(size, a.at(), b.at(), a.size() / size);
+    });
+    m.def("refit_find_differing", [](int isa, int size, nb::handle before, nb::handle after, nb::handle places, nb::handle old, nb::handle now) {
+        const Buffer a(before), b(after), p(places, true), o(old, true), w(now, true);
+        require(a.size() == b.size() && a.size() % size == 0 && a.size() / size <= kRefitMostPlaces);
+        nb::gil_scoped_release free;
+        const RefitTable& table = refit_table(usable_isa(isa));
+        const int64_t count = table.count_differing(size, a.at(), b.at(), a.size() / size);
+        require(p.size() == 4 * count && o.size() == size * count && w.size() == size * count);
+        table.find_differing(size, a.at(), b.at(), a.size() / size, p.places(), o.at(), w.at());
+    });
+    // Units that do not hold what `expect` says (nothing was written then; an empty one says nothing); -1: a place beyond the end.
+    m.def("refit_put", [](int isa, int size, nb::handle data, nb::handle places, nb::handle values, nb::handle expect) {
+        const Buffer d(data, true), p(places), v(values), e(expect);
+        const int64_t count = p.size() / 4;
+        require(d.size() % size == 0 && v.size() == count * size && (e.size() == 0 || e.size() == v.size()));
+        nb::gil_scoped_release free;
+        return refit_table(usable_isa(isa)).put(size, d.at(), d.size() / size, p.places(), v.at(), e.size() > 0 ? e.at() : nullptr, count);
+    });
+    m.def("refit_patch", [](int isa, int kind, bool mask, nb::handle data, nb::handle where, nb::handle values, nb::handle wide,
+                            int64_t changed, nb::handle places, nb::handle old, nb::handle now) {
+        const Marked in(where, values, wide, changed, kind);
+        const Buffer d(data, true), p(places, true), o(old, true), w(now, true);
+        require(bits(kind) >= 8 && p.size() == 4 * changed && o.size() == changed * element_size(kind) && w.size() == o.size());
+        nb::gil_scoped_release free;
+        const RefitTable& table = refit_table(usable_isa(isa));
+        (mask ? table.patch_bitmask : table.patch_sparse)(kind, d.at(), in.streams(), p.places(), o.at(), w.at());
     });
     // (bytes of quotients, bytes of low)
     m.def("refit_to_classes", [](int isa, int kind, int shift, int width, nb::handle base, nb::handle where, nb::handle values, nb::handle wide,

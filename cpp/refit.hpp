@@ -24,6 +24,7 @@ struct RefitClasses {
 };
 
 constexpr int64_t kRefitSlack = 64;
+constexpr int64_t kRefitMostPlaces = int64_t{1} << 32;
 constexpr int kRefitClasses = 256, kRefitRecord = 6, kRefitMostLow = 20;  // a record: class, low bits, changes (4 bytes)
 constexpr int64_t kRefitClassHead = 2 + kRefitClasses * kRefitRecord;
 
@@ -47,6 +48,12 @@ struct RefitTable {
     // The other way; false where the streams do not fit each other or the base.
     bool (*from_classes)(int kind, int shift, int width, const uint8_t* base, int64_t n, const RefitStreams& in,
                          const RefitClasses& classes, RefitStreams& plain);
+    // Absolute patches (refit_patch.hpp). `size`: bytes of a unit.
+    int64_t (*count_differing)(int size, const uint8_t* before, const uint8_t* after, int64_t n);
+    void (*find_differing)(int size, const uint8_t* before, const uint8_t* after, int64_t n, uint32_t* places, uint8_t* old, uint8_t* now);
+    int64_t (*put)(int size, uint8_t* data, int64_t n, const uint32_t* places, const uint8_t* values, const uint8_t* expect, int64_t count);
+    void (*patch_sparse)(int kind, uint8_t* data, const RefitStreams& in, uint32_t* places, uint8_t* old, uint8_t* now);
+    void (*patch_bitmask)(int kind, uint8_t* data, const RefitStreams& in, uint32_t* places, uint8_t* old, uint8_t* now);
 };
 
 extern const RefitTable refit_generic;

@@ -23,6 +23,41 @@ inline int low_bits(int64_t members, int64_t changed) {
     return k;
 }
 
+// Classes of the base, a tile at a time, one byte an element. Bytes past the end are any class's.
+constexpr int64_t kTile = 4096;
+template <class E>
+struct Tile {
+    uint8_t ids[kTile];
+    int64_t count = 0, words = 0;
+
+    void read(ClassOf<E> class_of, const uint8_t* base, int64_t begin, int64_t n) {
+        using T = typename E::T;
+        count = std::min(kTile, n - begin);
+        words = (count + 63) / 64;
+        const int64_t here = count;
+        if constexpr (E::kBits == 4) {
+            for (int64_t i = 0; i < here; ++i) ids[i] = uint8_t(class_of(base, begin + i));
+        } else {
+            // Through arrays that nothing else can point into: else the loop would not become vectors.
+            const int shift = class_of.shift;
+            const T mask = T(class_of.mask);
+            int64_t i = 0;
+            for (; i + 64 <= here; i += 64) {
+                T v[64];
+                uint8_t low[64];
+                std::memcpy(v, E::at(base, begin + i), sizeof v);
+                for (int j = 0; j < 64; ++j) low[j] = uint8_t(T(v[j] >> shift) & mask);
+                std::memcpy(ids + i, low, sizeof low);
+            }
+            for (; i < here; ++i) ids[i] = uint8_t(class_of(base, begin + i));
+        }
+    }
+    uint64_t members(int64_t word, int id) const { return equal64(ids + 64 * word, uint8_t(id)); }
+    int64_t beyond(int id) const {
+        return count % 64 ? __builtin_popcountll(members(words - 1, id) & ~uint64_t{0} << count % 64) : 0;
+    }
+};
+
 struct ClassPart {
     int id = 0, k = 0;
     int64_t changed = 0, first = 0, wide = 0;  // first change and first wide value in class order
@@ -54,57 +89,69 @@ class BitWriter {
 template <class E>
 void into_classes(ClassOf<E> class_of, const uint8_t* base, int64_t n, const RefitStreams& plain, RefitStreams& out, RefitClasses& classes) {
     using T = typename E::T;
-    // Members of each class so far; four counters take turns, since the same class often follows itself.
-    std::vector<uint32_t> seen(4 * kClasses, 0), ranks(size_t(plain.changed));
-    std::vector<uint8_t> ids(size_t(plain.changed));
-    int64_t reached = 0, i = 0;
-    const auto count_to = [&](int64_t end) {
-        for (; reached < end; ++reached) ++seen[size_t((reached & 3) * kClasses + class_of(base, reached))];
-    };
-    const auto members = [&](int id) {
-        const size_t c = size_t(id);
-        return seen[c] + seen[kClasses + c] + seen[2 * kClasses + c] + seen[3 * kClasses + c];
-    };
-    for_gaps(plain.where, plain.changed, [&](int64_t position) {
-        count_to(position);
-        const int id = class_of(base, position);
-        ids[size_t(i)] = uint8_t(id);
-        ranks[size_t(i++)] = members(id);
-    });
-    count_to(n);
-
+    std::vector<uint64_t> marks(size_t((n + 63) / 64), 0);
+    std::vector<uint32_t> first_of(marks.size());  // number of a word's first change
     std::vector<ClassPart> parts(kClasses);
-    for (const uint8_t id : ids) ++parts[id].changed;
+    for_gaps(plain.where, plain.changed, [&](int64_t position) {
+        marks[size_t(position / 64)] |= uint64_t{1} << position % 64;
+        ++parts[size_t(class_of(base, position))].changed;
+    });
+    std::vector<int> used;
     int64_t first = 0;
-    int count = 0;
     for (int id = kClasses - 1; id >= 0; --id) {
         ClassPart& part = parts[size_t(id)];
         part.first = first;
         first += part.changed;
-        count += part.changed > 0;
-        part.k = low_bits(members(id), part.changed);
+        if (part.changed > 0) used.push_back(id);
     }
-    // Changes in class order: rank, code, wide value.
-    std::vector<uint32_t> rank_of(size_t(plain.changed));
+    const int count = int(used.size());
+    uint32_t before = 0;
+    for (size_t w = 0; w < marks.size(); ++w) {
+        first_of[w] = before;
+        before += uint32_t(__builtin_popcountll(marks[w]));
+    }
+    // Changes in class order: which one in plain order, and how many members come before it.
+    std::vector<uint32_t> number_of(size_t(plain.changed)), rank_of(size_t(plain.changed));
+    std::vector<int64_t> seen(kClasses, 0), cursor(kClasses);
+    for (const int id : used) cursor[size_t(id)] = parts[size_t(id)].first;
+    Tile<E> tile;
+    for (int64_t begin = 0; begin < n; begin += kTile) {
+        tile.read(class_of, base, begin, n);
+        const uint64_t* marked = &marks[size_t(begin / 64)];
+        const uint32_t* number = &first_of[size_t(begin / 64)];
+        for (const int id : used) {
+            int64_t members = seen[size_t(id)], at = cursor[size_t(id)];
+            for (int64_t w = 0; w < tile.words; ++w) {
+                const uint64_t mask = tile.members(w, id);
+                for (uint64_t hits = mask & marked[w]; hits != 0; hits &= hits - 1) {
+                    const uint64_t below = (hits & (0 - hits)) - 1;
+                    number_of[size_t(at)] = number[w] + uint32_t(__builtin_popcountll(marked[w] & below));
+                    rank_of[size_t(at++)] = uint32_t(members + __builtin_popcountll(mask & below));
+                }
+                members += __builtin_popcountll(mask);
+            }
+            seen[size_t(id)] = members - tile.beyond(id);
+            cursor[size_t(id)] = at;
+        }
+    }
+    for (const int id : used) parts[size_t(id)].k = low_bits(seen[size_t(id)], parts[size_t(id)].changed);
+    std::vector<uint8_t> code_of(size_t(plain.changed));
     std::vector<T> wide_of(size_t(plain.changed));
-    std::vector<int64_t> cursor(kClasses);
-    for (int id = 0; id < kClasses; ++id) cursor[size_t(id)] = parts[size_t(id)].first;
     Codes codes(plain.values, plain.changed);
     const uint8_t* wide = plain.wide;
-    for (int64_t j = 0; j < plain.changed; ++j) {
-        const int64_t at = cursor[ids[size_t(j)]]++;
-        rank_of[size_t(at)] = ranks[size_t(j)];
-        const unsigned code = codes.next();
-        out.values[at] = uint8_t(code);
-        if (code == kEscape) {
-            wide_of[size_t(at)] = load<T>(wide);
-            wide += E::kSize;
-        }
+    for (size_t j = 0; j < code_of.size(); ++j) {
+        code_of[j] = uint8_t(codes.next());
+        if (code_of[j] != kEscape) continue;
+        wide_of[j] = load<T>(wide);
+        wide += E::kSize;
     }
     out.changed = plain.changed;
     out.wide_count = 0;
-    for (int64_t at = 0; at < plain.changed; ++at)
-        if (out.values[at] == kEscape) store<T>(out.wide + E::kSize * out.wide_count++, wide_of[size_t(at)]);
+    for (int64_t at = 0; at < plain.changed; ++at) {
+        const size_t j = number_of[size_t(at)];
+        out.values[at] = code_of[j];
+        if (code_of[j] == kEscape) store<T>(out.wide + E::kSize * out.wide_count++, wide_of[j]);
+    }
     join_values(out.values, out.changed);
 
     uint8_t* quotient = classes.quotients;
@@ -130,6 +177,22 @@ void into_classes(ClassOf<E> class_of, const uint8_t* base, int64_t n, const Ref
     }
     classes.quotients_size = quotient - classes.quotients;
     classes.low_size = 2 + count * kRecord + low.finish();
+}
+
+// The member that comes after `until` others, counted from the beginning of a word: its word (`words`: behind the tile), bit, and
+// how many are to come before it from that word on.
+struct Hit {
+    int64_t word, until;
+    int bit;
+};
+inline Hit next_member(const uint8_t* ids, int64_t words, int id, int64_t word, int64_t until) {
+    for (; word < words; ++word) {
+        const uint64_t mask = equal64(ids + 64 * word, uint8_t(id));
+        const int64_t members = __builtin_popcountll(mask);
+        if (until < members) return {word, until, nth_bit(mask, until)};
+        until -= members;
+    }
+    return {words, until, 0};
 }
 
 // Reads the gaps of one class; `bad` once the streams end too soon.
@@ -218,29 +281,57 @@ bool out_of_classes(ClassOf<E> class_of, const uint8_t* base, int64_t n, const R
     }
     if (quotient != quotient_end || wide != in.wide_count || !values_agree<E>(in)) return false;
 
-    // Walk the base: each class counts down to its next mark.
-    std::vector<int64_t> left(kClasses, INT64_MAX);
-    std::vector<int64_t> open(kClasses, 0);
+    // Each class counts its members down to its next mark; a word's marks of all classes come out in order of position.
+    std::vector<int64_t> left(kClasses, 0), open(kClasses, 0);
     for (const int id : order) {
         left[size_t(id)] = readers[size_t(id)].next();
         open[size_t(id)] = parts[size_t(id)].changed;
+        if (readers[size_t(id)].bad) return false;
     }
     uint8_t* gap = plain.where;
     int64_t next = 0, marks = 0;
     plain.wide_count = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        const size_t id = size_t(class_of(base, i));
-        if (__builtin_expect(left[id]-- != 0, 1)) continue;
-        ClassPart& part = parts[id];
-        int64_t skip = i - next;
-        next = i + 1;
-        for (; skip >= kSkip; skip -= kSkip) *gap++ = kSkip;
-        *gap++ = uint8_t(skip);
-        const uint8_t code = code_of[size_t(part.first++)];
-        plain.values[marks++] = code;
-        if (code == kEscape) store<T>(plain.wide + E::kSize * plain.wide_count++, load<T>(in.wide + E::kSize * part.wide++));
-        left[id] = --open[id] > 0 ? readers[id].next() : INT64_MAX;
-        if (readers[id].bad) return false;
+    Tile<E> tile;
+    uint64_t marked[kTile / 64];
+    std::vector<uint32_t> change_at(kTile);  // in class order
+    std::vector<T> wide_at(kTile);
+    for (int64_t begin = 0; begin < n; begin += kTile) {
+        tile.read(class_of, base, begin, n);
+        std::fill(marked, marked + tile.words, uint64_t{0});
+        for (const int id : order) {
+            if (open[size_t(id)] == 0) continue;
+            GapReader& reader = readers[size_t(id)];
+            ClassPart& part = parts[size_t(id)];
+            for (int64_t w = 0, until = left[size_t(id)];;) {
+                const Hit hit = next_member(tile.ids, tile.words, id, w, until);
+                if (hit.word == tile.words) {
+                    left[size_t(id)] = hit.until;
+                    break;
+                }
+                w = hit.word;
+                const size_t at = size_t(64 * w + hit.bit);
+                if (int64_t(at) >= tile.count) return false;
+                marked[w] |= uint64_t{1} << hit.bit;
+                const uint32_t change = uint32_t(part.first++);
+                change_at[at] = change;
+                if (code_of[change] == kEscape) wide_at[at] = load<T>(in.wide + E::kSize * part.wide++);
+                if (--open[size_t(id)] == 0) break;
+                until = hit.until + 1 + reader.next();  // counted from the word's first member
+                if (reader.bad) return false;
+            }
+        }
+        for (int64_t w = 0; w < tile.words; ++w) {
+            for (uint64_t hits = marked[w]; hits != 0; hits &= hits - 1) {
+                const int64_t at = 64 * w + __builtin_ctzll(hits), i = begin + at;
+                int64_t skip = i - next;
+                next = i + 1;
+                for (; skip >= kSkip; skip -= kSkip) *gap++ = kSkip;
+                *gap++ = uint8_t(skip);
+                const uint8_t code = code_of[change_at[size_t(at)]];
+                plain.values[marks++] = code;
+                if (code == kEscape) store<T>(plain.wide + E::kSize * plain.wide_count++, wide_at[size_t(at)]);
+            }
+        }
     }
     if (marks != in.changed) return false;
     plain.changed = marks;

@@ -110,6 +110,37 @@ inline uint64_t differ64<64>(const uint8_t* a, const uint8_t* b) {
 }
 #endif
 
+// Which of 64 bytes equal `wanted`.
+inline uint64_t equal64(const uint8_t* bytes, uint8_t wanted) {
+#if defined(__AVX512BW__)
+    return _mm512_cmpeq_epi8_mask(_mm512_loadu_si512(bytes), _mm512_set1_epi8(char(wanted)));
+#elif defined(__AVX2__)
+    const __m256i all = _mm256_set1_epi8(char(wanted));
+    const uint32_t low = uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(load256(bytes), all)));
+    const uint32_t high = uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(load256(bytes + 32), all)));
+    return low | uint64_t(high) << 32;
+#else
+    constexpr uint64_t kLow = 0x7F7F7F7F7F7F7F7Fu;
+    uint64_t mask = 0;
+    for (int w = 0; w < 8; ++w) {
+        const uint64_t x = load<uint64_t>(bytes + 8 * w) ^ 0x0101010101010101u * wanted;
+        const uint64_t same = ~(((x & kLow) + kLow) | x | kLow) >> 7;  // bit 0 of each byte that is zero
+        mask |= (same * 0x0102040810204080u >> 56) << (8 * w);
+    }
+    return mask;
+#endif
+}
+
+// Number of the nth set bit (from 0); there are more than n.
+inline int nth_bit(uint64_t mask, int64_t n) {
+#if defined(__BMI2__)
+    return __builtin_ctzll(_pdep_u64(uint64_t{1} << n, mask));
+#else
+    for (; n > 0; --n) mask &= mask - 1;
+    return __builtin_ctzll(mask);
+#endif
+}
+
 #if defined(__BMI2__)
 #if defined(__AVX2__)
 template <>

@@ -7,6 +7,7 @@ namespace halfbyte {
 
 void register_quantise(nanobind::module_& m);
 void register_guide(nanobind::module_& m);
+void register_elements(nanobind::module_& m);
 void register_guidance_rows(nanobind::module_& m);
 void register_linear(nanobind::module_& m);
 void register_experts(nanobind::module_& m);

@@ -28,6 +28,7 @@ FLOORS = {
     "learner": 5,
     "rollout": 5,
     "envs": 6,
+    "quantize": 6,
     "serve": 7,
     "diagnosis": 7,
     "train": 7,
@@ -124,7 +125,8 @@ def test_files_do_not_import_each_other_in_circles() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["halfbyte", "halfbyte.errors", "halfbyte.config", "halfbyte.report", "halfbyte.cli.main"]
+    "module",
+    ["halfbyte", "halfbyte.errors", "halfbyte.config", "halfbyte.report", "halfbyte.study", "halfbyte.cli.main"],
 )
 def test_imports_without_torch(module: str) -> None:
     code = (

@@ -205,6 +205,8 @@ def test_paths_survive_the_command_line(path: str) -> None:
         ("train.zzz=1", ["train.zzz: unknown key", "known in train: steps, seed"]),
         ("learner.lr=-1", ["learner.lr: ", "greater than or equal to 0", "got -1"]),
         ("learner.lr=nan", ["learner.lr: ", "finite"]),
+        ("rollout.prompts_per_step=99999999999999999999", ["rollout.prompts_per_step: ", "1000000"]),
+        ("eval.samples=1000001", ["eval.samples: ", "1000000"]),
         ("learner.lr=fast", ["learner.lr: ", "valid number", "got 'fast'"]),
         ("learner.lr.x=1", ["learner.lr is a value"]),
         ("learner=3", ["learner: "]),

@@ -18,6 +18,8 @@ from halfbyte.formats import SPECS
 from halfbyte.models.precision import PRESETS
 from halfbyte.objective.corrections import CORRECTIONS
 from halfbyte.report import panels
+from halfbyte.study.arms import BUILT_IN
+from halfbyte.study.plan import StudySection
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -86,6 +88,15 @@ def test_every_error_class_is_listed() -> None:
 def test_every_correction_is_listed() -> None:
     page = text("objective.md")
     assert all(f"| `{name}` |" in page for name in CORRECTIONS)
+
+
+def test_arms_and_keys_of_a_study_are_listed() -> None:
+    page = text("study.md")
+    assert [
+        name for name in BUILT_IN if f"`{name}`" not in page.split("## Built-in arms")[1].split("## Running")[0]
+    ] == []
+    listed = {row[0].strip("`") for row in rows("study.md") if row[0].startswith("`")}
+    assert set(StudySection.model_fields) <= listed
 
 
 def test_metrics_of_the_report_are_explained() -> None:

@@ -120,6 +120,9 @@ def test_a_signed_store_is_read_with_its_key_only(tmp_path: Path, capsys: pytest
         (["publish", "{empty}", "--store", "{store}"], "no tensors"),
         (["publish", "{ckpt}", "--store", "ftp://x"], "unknown kind of store"),
         (["follow", "--store", "{store}", "--folder", "{f}", "--interval", "0"], "--interval"),
+        (["follow", "--store", "{store}", "--folder", "{f}", "--once", "--keep", "0"], "--keep"),
+        (["follow", "--store", "{store}", "--folder", "{f}", "--once", "--name", "../x"], "not a reader's name"),
+        (["publish", "{ckpt}", "--store", "{store}", "--anchor-every", "-1"], "--anchor-every"),
         (["gc", "--store", "{store}", "--keep", "0"], "--keep"),
         (["plan", "--change-rate", "3"], "3% is 0.03"),
         (["bench", "--elements", "0"], "--elements"),
@@ -144,6 +147,28 @@ def test_an_empty_store_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixtur
     for words in (["verify"], ["log"], ["gc"], ["follow", "--folder", tmp_path / "f", "--once"]):
         assert halfbyte(*words, "--store", tmp_path / "nothing") == 0
     assert "empty" in capsys.readouterr().out
+
+
+def test_a_store_that_lost_its_head_is_not_called_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert halfbyte("publish", checkpoint(tmp_path / "a"), "--store", tmp_path / "s") == 0
+    (tmp_path / "s" / "HEAD").unlink()
+    for command in ("verify", "log"):
+        assert halfbyte(command, "--store", tmp_path / "s") == 1
+    out = capsys.readouterr()
+    assert "HEAD is missing" in out.out
+    assert "HEAD is missing" in out.err
+
+
+def test_tensors_that_come_or_change_shape_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, words = tmp_path / "c", ("--store", tmp_path / "s")
+    follow = ("follow", *words, "--folder", tmp_path / "f", "--once")
+    folder.mkdir()
+    save_file({"a": np.zeros(5), "b": np.zeros(3)}, folder / "model.safetensors")
+    assert halfbyte("publish", folder, *words) == halfbyte(*follow) == 0
+    assert "full, 8 elements" in capsys.readouterr().out
+    save_file({"a": np.zeros((5, 1)), "c": np.zeros(2)}, folder / "model.safetensors")
+    assert halfbyte("publish", folder, *words) == halfbyte(*follow) == 0
+    assert ", 7 elements" in capsys.readouterr().out
 
 
 def test_plan_prints_the_cross_region_case(capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,10 +183,16 @@ GOOD = dict(zip(TRAINERS["halfbyte"], ([1, 2], [-1.0, -2.0], [-1.1, -2.1], 0.5, 
         ({"logprobs": "x"}, "rollout_logprobs"),
         ({"turns": [5]}, "turns begin at"),
         ({"step": 1.5}, "step is 1.5"),
+        ({"step": float("nan")}, "step is nan"),
+        ({"step": float("inf")}, "step is inf"),
+        ({"reward": "high"}, r"reward cannot be used[\s\S]*:2"),
+        ({"reward": {"a": 1}}, "reward cannot be used"),
+        ({"advantage": 1e308}, "advantages is inf[\\s\\S]*finite in float32"),
+        ({"response_ids": [2**70, 2]}, "more than 64 bits"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(change: dict[str, Any], match: str, tmp_path: Path) -> None:
-    extra = {key: {"turns": [0], "step": 1}[key] for key in change if key in ("turns", "step")}
+    extra = {key: {"turns": [0], "step": 1, "reward": 1.0}[key] for key in change if key in ("turns", "step", "reward")}
     path = write(tmp_path / "x.jsonl", [GOOD | extra, GOOD | extra | change])
     with pytest.raises(DataError, match=match):
         read_tables(path)
@@ -206,6 +212,11 @@ def test_files_that_cannot_be_used_are_named(text: str, match: str, tmp_path: Pa
     (tmp_path / "x.jsonl").write_text(text)
     with pytest.raises(DataError, match=match):
         read_tables(tmp_path / "x.jsonl")
+
+
+def test_a_byte_order_mark_is_not_part_of_the_data(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps(GOOD) + "\n", encoding="utf-8-sig")
+    assert read_tables(tmp_path / "x.jsonl")[0].ids.tolist() == [1, 2]
 
 
 def test_places_without_trajectories_are_named(tmp_path: Path) -> None:

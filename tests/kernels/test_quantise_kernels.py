@@ -149,3 +149,58 @@ def test_cut_blocks_and_empty_tensors(name: str) -> None:
     assert empty.codes.shape == (0, 16)
     assert get(name).dequantise(empty).shape == (0, 32)
     assert get(name).fake_quantise(torch.empty(0, 32), spec).shape == (0, 32)
+
+
+RULES = st.one_of(
+    st.builds(
+        QuantSpec,
+        global_scale=st.sampled_from(("tensor", "token", "constant", "none")),
+        constant=st.sampled_from((1.0, 0.0371, 2.0**-100)),
+        global_rounding=st.sampled_from(("none", "power_of_two")),
+        global_convention=st.sampled_from(("multiplier", "reciprocal", "amax")),
+        global_division=st.sampled_from(("divide", "reciprocal")),
+        zero_global=st.sampled_from((1.0, 0.0)),
+        arithmetic=st.sampled_from(("fp32", "input")),
+        amax_division=st.sampled_from(("divide", "reciprocal")),
+        block_scale=st.sampled_from(("divide", "divide_product", "multiply_inverse")),
+        scale_floor=st.sampled_from((0.0, 2.0**-9, 2.0**-6)),
+        zero_scale=st.sampled_from((0.0, 0.125, 1.0)),
+        scale_max=st.sampled_from((448.0, 256.0)),
+        element_scale=st.sampled_from(("divide_product", "reciprocal_global", "reciprocal_product", "divide_ratio")),
+        ties=st.sampled_from(("even", "toward_zero", "away")),
+        zero_sign=st.sampled_from(("positive", "keep", "negative", "nonpositive")),
+        overflow=st.sampled_from(("saturate", "wrap")),
+    ),
+    st.builds(
+        QuantSpec,
+        format=st.just("mxfp4"),
+        global_scale=st.just("none"),
+        global_rounding=st.just("none"),
+        ties=st.sampled_from(("even", "toward_zero", "away")),
+        zero_sign=st.sampled_from(("positive", "keep", "negative", "nonpositive")),
+        mx_scale=st.sampled_from(("floor", "even", "rceil", "modelopt", "naive")),
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(NAMES),
+    RULES,
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(0, 10_000),
+    st.sampled_from((torch.float32, torch.bfloat16)),
+    st.sampled_from(("normal", "grid", "zeros", "wide", "subnormal")),
+)
+def test_any_rule_equals_the_definition(
+    name: str, spec: QuantSpec, tiled: bool, rows: int, blocks: int, seed: int, dtype: torch.dtype, kind: str
+) -> None:
+    if tiled and spec.format == "nvfp4" and spec.global_scale != "token":
+        spec, rows = spec.replace(scale_rows=16), 16 * rows
+    x = tensor(rows, blocks * 32, seed, dtype, kind)
+    x[0, ::5] = -0.0
+    q = formats.quantise(x, spec)
+    assert same(get(name).quantise(x, spec), q)
+    assert torch.equal(get(name).fake_quantise(x, spec), formats.dequantise(q, x.dtype))

@@ -110,7 +110,7 @@ def test_an_existing_folder_is_kept_unless_told(dense: Any, tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "home", "model"]
 
 
-@pytest.mark.parametrize("step", ["_write_json", "_sync", "_swap"])
+@pytest.mark.parametrize("step", ["write_json", "_sync", "_swap"])
 def test_a_failed_save_leaves_the_old_folder(
     dense: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

@@ -17,7 +17,7 @@ from halfbyte.refit.errors import (
     StoreUnavailableError,
 )
 from halfbyte.refit.head import Catalogue, Head, read_catalogue
-from halfbyte.refit.keys import HEAD, manifest_key, object_key
+from halfbyte.refit.keys import HEAD, catalogue_key, manifest_key, object_key
 from halfbyte.refit.manifest import Manifest
 from halfbyte.refit.publisher import Publisher
 from halfbyte.refit.store import MemoryStore, Retrying
@@ -25,6 +25,15 @@ from halfbyte.refit.store.faults import Fault, FaultyStore
 from halfbyte.refit.subscriber import Subscriber
 
 # ---- strictness of HEAD and the catalogue
+
+
+def test_another_catalogue_in_the_place_of_the_one_that_head_names_is_refused(trainer: Trainer) -> None:
+    store = MemoryStore()
+    publisher = publish_versions(store, trainer, 5)
+    older = read_catalogue(store, publisher.head).keeping(lambda edge: edge.version < 3)
+    store.put(catalogue_key(publisher.head.catalogue), older.to_bytes())
+    with pytest.raises(CorruptError, match="digest that HEAD gives"):
+        read_catalogue(store, publisher.head)
 
 
 def test_head_and_catalogue_survive_a_round_trip_and_nothing_else(trainer: Trainer) -> None:

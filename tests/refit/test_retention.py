@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,11 +191,20 @@ def test_leases_lapse_by_the_clock_of_the_store() -> None:
         write_lease(store, Lease("../x"))
 
 
-def test_a_lease_that_cannot_be_read_stops_the_collection() -> None:
+@pytest.mark.parametrize(
+    "lease",
+    [
+        b"{",
+        b"[" * 100_000,
+        b'{"keys":[],"manifests":[],"seconds":Infinity}',
+        b'{"keys":[],"manifests":[],"seconds":-1}',
+    ],
+)
+def test_a_lease_that_cannot_be_read_stops_the_collection(lease: bytes) -> None:
     store, clock, _, _, _ = filled()
     collect(store, KEEP)
     clock.now += 200
-    store.put("leases/broken.json", b"{")
+    store.put("leases/broken.json", lease)
     before = keys(store)
     with pytest.raises(CorruptError, match="not a lease"):
         collect(store, KEEP)
@@ -277,11 +287,32 @@ def test_two_collections_at_once(tmp_path: Path) -> None:
     assert new_reader(store, kept[9])
 
 
-def test_a_list_of_doomed_keys_that_was_lost_only_costs_time() -> None:
+def test_a_lease_that_comes_while_doomed_keys_are_chosen_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, clock, _, _, _ = filled()
+    collect(store, KEEP)
+    clock.now += 200
+    doomed = tuple(sorted(json.loads(store.get(DOOMED))))
+    looks, listing = [], store.list
+
+    def list_(prefix: str) -> Any:
+        if prefix == "leases":
+            looks.append(prefix)
+            if len(looks) == 2:
+                write_lease(store, Lease("late", keys=doomed))
+        return listing(prefix)
+
+    monkeypatch.setattr(store, "list", list_)
+    assert collect(store, KEEP).deleted == 0
+    assert set(doomed) <= keys(store)
+
+
+@pytest.mark.parametrize("lost", ["not json", "[" * 100_000, "NaN", "Infinity"])
+def test_a_list_of_doomed_keys_that_was_lost_only_costs_time(lost: str) -> None:
     store, clock, _, _, kept = filled()
     collect(store, KEEP)
     clock.now += 200
-    store.put(DOOMED, b"not json")
+    table = dict.fromkeys(json.loads(store.get(DOOMED)), lost)
+    store.put(DOOMED, (json.dumps(table).replace('"' + lost + '"', lost) if lost[0] in "NI" else lost).encode())
     assert collect(store, KEEP).deleted == 0
     clock.now += 200
     assert collect(store, KEEP).deleted > 0

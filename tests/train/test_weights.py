@@ -12,7 +12,10 @@ import pytest
 import torch
 from small_run import small_config
 
-from halfbyte.errors import NumericsError
+from halfbyte.errors import ConfigError, NumericsError
+from halfbyte.formats import get_spec
+from halfbyte.formats.shared import quantise_shared
+from halfbyte.models.checkpoint import load_checkpoint
 from halfbyte.models.safetensors_io import SafetensorsFile
 from halfbyte.refit.adapters.folder import FolderTarget
 from halfbyte.refit.head import read_head
@@ -167,3 +170,42 @@ def test_overwriting_a_run_begins_a_new_store(policy_folder: Path, tmp_path: Pat
     assert before[0].run != after[0].run
     assert json.loads((out / "summary.json").read_text())["weight_version"] == after[0].version
     assert np.isfinite(train_rows(out)[0]["refit/changed"])
+
+
+@pytest.mark.parametrize("coordinates", ["w4a4kv4", None])
+def test_updates_of_a_bf16_rollout_are_counted_in_fp4_coordinates(
+    coordinates: str | None, policy_folder: Path, tmp_path: Path, reward_module: str
+) -> None:
+    """Against codes and scales of the first and the second version, quantised matrix by matrix by the reference."""
+    out = tmp_path / "run"
+    sets = {"precision": "bf16", "train__steps": 1, "train__delta_precision": coordinates}
+    assert run(config(policy_folder, out, reward_module, **sets)) == 0
+    row = train_rows(out)[-1]
+    if coordinates is None:
+        assert "refit/changed_codes" not in row
+        return
+    before, after = (load_checkpoint(path).tensors for path in (policy_folder, out / "model"))
+    spec = get_spec("halfbyte")
+    groups = [
+        [name] for name in before if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"))
+    ]
+    groups += [
+        [name, name.replace("gate_proj", "up_proj")] for name in before if "experts" in name and "gate_proj" in name
+    ]
+    groups += [[name] for name in before if "experts" in name and "down_proj" in name]
+    codes = scales = changed_codes = changed_scales = 0
+    for group in groups:
+        old, new = (quantise_shared([t[n].bfloat16() for n in group], spec) for t in (before, after))
+        for a, b in zip(old, new):
+            difference = a.codes ^ b.codes
+            changed_codes += int((difference & 15 != 0).sum() + (difference > 15).sum())
+            changed_scales += int((a.scales.view(torch.uint8) != b.scales.view(torch.uint8)).sum())
+            codes, scales = codes + 2 * difference.numel(), scales + a.scales.numel()
+    assert changed_codes > 100
+    assert row["refit/changed_codes"] == pytest.approx(changed_codes / codes, rel=1e-12)
+    assert row["refit/changed_scales"] == pytest.approx(changed_scales / scales, rel=1e-12)
+
+
+def test_an_unknown_precision_to_count_in_is_refused(policy_folder: Path, tmp_path: Path, reward_module: str) -> None:
+    with pytest.raises(ConfigError, match="unknown precision 'w9'"):
+        run(config(policy_folder, tmp_path / "run", reward_module, precision="bf16", train__delta_precision="w9"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ Words = npt.NDArray[np.uint16]
 FULL_SECONDS = 500.0
 TENSOR = 1 << 24
 _PIECE = 1 << 14
+_DIFFERENT = 8  # tensors
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class LinkRow:
     Arguments:
         bytes: of the weights, and over the link for the refit.
         link_bytes_per_s: measured while a part of the full version went over the link.
-        full_seconds: what all of it takes at that rate; not waited for.
+        full_seconds: what all of it takes at that rate, or at the link's nominal one if that is higher; not waited for.
         refit_seconds: from the subscriber's look at HEAD until the new version is served.
         pause_seconds: of them, with the target stopped.
         encode_seconds: of the publisher, before.
@@ -72,16 +74,35 @@ class LinkRow:
 
 
 class _Bucket:
-    """Lets ``rate`` bytes a second through, over all connections together."""
+    """Lets ``rate`` bytes a second through, over all connections together.
+
+    A sender that the machine did not run for a moment catches up, as a link does that goes on filling socket buffers; a link
+    that nobody used has nothing saved up.
+    """
+
+    _BUFFERED = 0.25  # seconds
 
     def __init__(self, rate: float) -> None:
         self.rate, self.lock, self.free_at = rate, threading.Lock(), time.monotonic()
-        self.sent = 0
+        self.sent = self.users = 0
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Around an answer."""
+        with self.lock:
+            if not self.users:
+                self.free_at = max(self.free_at, time.monotonic())
+            self.users += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.users -= 1
 
     def wait(self, count: int) -> None:
         with self.lock:
             now = time.monotonic()
-            self.free_at = max(self.free_at, now - 0.02) + count / self.rate
+            self.free_at = max(self.free_at, now - self._BUFFERED) + count / self.rate
             self.sent += count
             pause = self.free_at - now
         if pause > 0:
@@ -110,10 +131,11 @@ def throttled(folder: Path, rate: float) -> Iterator[tuple[str, _Bucket]]:
             self.send_response(status)
             self.send_header("Content-Length", str(end - begin))
             self.end_headers()
-            for at in range(begin, end, _PIECE):
-                piece = data[at : min(at + _PIECE, end)]
-                bucket.wait(len(piece))
-                self.wfile.write(piece)
+            with bucket.used():
+                for at in range(begin, end, _PIECE):
+                    piece = data[at : min(at + _PIECE, end)]
+                    bucket.wait(len(piece))
+                    self.wfile.write(piece)
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -159,7 +181,8 @@ def race(
     """One refit for each change rate, over a link that would take ``full_seconds`` for all of the weights.
 
     Arguments:
-        size: bytes of the weights, in BF16 tensors of 2**24 elements.
+        size: bytes of the weights, in BF16 tensors of 2**24 elements. There are eight different ones, which repeat under other
+            names: streams are compressed by themselves and objects named with their entries, so nothing is gained by it.
         folder: where the store lies; a temporary one by default.
     Raises:
         TargetError: a refit did not happen.
@@ -167,10 +190,19 @@ def race(
     with tempfile.TemporaryDirectory(dir=folder) as root:
         rng = np.random.default_rng(0)
         counts = [min(TENSOR, size // 2 - begin) for begin in range(0, size // 2, TENSOR)]
-        held = {f"w{i}": to_bf16(rng.standard_normal(n, np.float32) * np.float32(0.02)) for i, n in enumerate(counts)}
+        drawn: dict[tuple[int, int], Words] = {}  # by place in the cycle and length
+
+        def tensors(draw: Callable[[str, int], Words]) -> dict[str, Words]:
+            keys = [(i % _DIFFERENT, n) for i, n in enumerate(counts)]
+            for i, key in enumerate(keys):
+                if keys.index(key) == i:
+                    drawn[key] = draw(f"w{i}", counts[i])
+            return {f"w{i}": drawn[key] for i, key in enumerate(keys)}
+
+        held = tensors(lambda name, n: to_bf16(rng.standard_normal(n, np.float32) * np.float32(0.02)))
         infos = {name: TensorInfo(name, "BF16", (len(w),)) for name, w in held.items()}
         store = FilesystemStore(Path(root) / "store")
-        options = PublishOptions(profile=profile, skip_levels=0, anchor_every=0)
+        options = PublishOptions(profile=profile, ties="separate", skip_levels=0, anchor_every=0)
         publisher = Publisher(store, "link", options=options, baseline=Path(root) / "baseline")
         first = publisher.publish(held, infos=infos)
         own = {name: w.copy() for name, w in held.items()}
@@ -181,11 +213,10 @@ def race(
             subscriber.refit()  # the hashes of what it holds, as any reader has them
             for rate in rates:
                 update = step_of_rate(held["w0"], rate)
-                changes = 0
-                for name in held:
-                    after = adam_like_step(held[name], update, rng)
-                    changes += int((after != held[name]).sum())
-                    held[name] = after
+                before_step = held
+                held = tensors(partial(_step, before_step, update, rng))
+                changes = sum(int((held[name] != before_step[name]).sum()) for name in held)
+                del before_step
                 done = publisher.publish(held, infos=infos)
                 measured = _link_rate(address, root, total / full_seconds)
                 before, started = bucket.sent, time.perf_counter()
@@ -203,13 +234,17 @@ def race(
                     bytes=total,
                     link_bytes=bucket.sent - before,
                     link_bytes_per_s=measured,
-                    full_seconds=total / measured,
+                    full_seconds=total / max(measured, bucket.rate),
                     refit_seconds=seconds,
                     pause_seconds=refit.pause_seconds,
                     encode_seconds=done.encode_seconds,
                     predicted_seconds=sum(v for k, v in seconds_by_phase.items() if k != "encode"),
                     exact=all(np.array_equal(own[name], held[name]) for name in held),
                 )
+
+
+def _step(held: Mapping[str, Words], update: float, rng: np.random.Generator, name: str, n: int) -> Words:
+    return adam_like_step(held[name], update, rng)
 
 
 def _link_rate(address: str, root: str, rate: float) -> float:

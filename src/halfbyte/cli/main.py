@@ -17,8 +17,10 @@ from halfbyte.cli.bench import make_bench
 from halfbyte.cli.diagnose import diagnose
 from halfbyte.cli.doctor import doctor
 from halfbyte.cli.generate import generate
+from halfbyte.cli.quantize import quantize
 from halfbyte.cli.refit import make_refit
 from halfbyte.cli.report import report
+from halfbyte.cli.study import make_study
 from halfbyte.cli.train import train
 from halfbyte.errors import UserError
 
@@ -34,10 +36,11 @@ def make_app() -> App:
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
     )
-    for command in (train, generate, report, diagnose, doctor):
+    for command in (train, generate, quantize, report, diagnose, doctor):
         app.command(command)
     app.command(make_bench())
     app.command(make_refit())
+    app.command(make_study())
     return app
 
 

@@ -57,6 +57,8 @@ def publish(
     from halfbyte.refit.shards import checkpoint_places
     from halfbyte.refit.store import open_store
 
+    if anchor_every < 0:
+        raise ConfigError(f"--anchor-every is {anchor_every}", where="--anchor-every", expected="0 or more versions")
     places = checkpoint_places(checkpoint)
     if not places:
         raise LayoutError("no tensors", where=str(checkpoint), expected="a folder with .safetensors files")
@@ -101,13 +103,16 @@ def follow(
     """Keep a checkpoint folder at the store's current version; every switch is atomic. Ctrl-C stops."""
     from halfbyte.errors import RefitError
     from halfbyte.refit.adapters.folder import FolderTarget
+    from halfbyte.refit.leases import check_reader
     from halfbyte.refit.store import open_store
     from halfbyte.refit.subscriber import Subscriber
 
     if interval <= 0:
         raise ConfigError(f"--interval is {interval}", where="--interval", expected="a positive number of seconds")
+    if keep < 1:
+        raise ConfigError(f"--keep is {keep}", where="--keep", expected="at least 1 version")
     target = FolderTarget(folder, source=source, keep=keep)
-    subscriber = Subscriber(open_store(store), target, name=name, signer=_signer(key))
+    subscriber = Subscriber(open_store(store), target, name=check_reader(name), signer=_signer(key))
     if once:
         done = subscriber.refit()
         if done is None:
@@ -150,8 +155,8 @@ def verify(
     opened, signer = open_store(store), _signer(key)
     report = verify_store(opened, signer=signer, objects=not quick, on_way=show)
     if report.head is None:
-        print("the store is empty")
-        return 0
+        print(report.problem or "the store is empty")
+        return 1 if report.problem else 0
     if report.problem:
         print(report.problem)
     wrong = 0
@@ -184,8 +189,8 @@ def log(
     report = verify_store(open_store(store), signer=_signer(key), objects=False)
     head = report.head
     if head is None:
-        print("the store is empty", file=sys.stderr)
-        return 0
+        print(report.problem or "the store is empty", file=sys.stderr)
+        return 1 if report.problem else 0
     for way in report.ways:
         row: dict[str, Any] = {
             "version": way.edge.version,

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Count = Annotated[int, Field(ge=1)]
+Many = Annotated[int, Field(ge=1, le=10**6)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -67,8 +68,8 @@ class RolloutConfig(Section):
         max_sequences: samples in flight.
     """
 
-    prompts_per_step: Count = 64
-    samples_per_prompt: Count = 8
+    prompts_per_step: Many = 64
+    samples_per_prompt: Many = 8
     temperature: Temperature = 1.0
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -205,8 +206,8 @@ class EvalConfig(Section):
         temperature: 0 is greedy; otherwise 0.001 to 1000.
     """
 
-    prompts: Count = 256
-    samples: Count = 1
+    prompts: Many = 256
+    samples: Many = 1
     every: Natural = 0
     temperature: Annotated[float, Field(ge=0, le=0)] | Temperature = 1.0
 
@@ -222,6 +223,7 @@ class TrainConfig(Section):
         keep_checkpoints: older ones are removed.
         tracker: also send metrics to trackio or wandb.
         threads: torch's threads; None leaves it to the thread policy of the command line.
+        delta_precision: where the rollout holds no FP4 weights, count the FP4 codes that an update changes in this one.
     """
 
     steps: Count = 300
@@ -233,3 +235,4 @@ class TrainConfig(Section):
     save_trajectories_every: Natural = 50
     saved_trajectories: Count = 16
     threads: Count | None = None
+    delta_precision: Text | None = None

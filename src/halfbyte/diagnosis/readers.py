@@ -74,7 +74,7 @@ def _step_in_name(path: Path) -> int | None:
 def _json_rows(path: Path, chosen: Mapping[str, str]) -> Iterator[Row]:
     names: dict[str, str] | None = None
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
@@ -137,7 +137,7 @@ def _renamed(value: Mapping[str, Any], names: Mapping[str, str], where: str) -> 
 
 
 def _whole(step: Any, where: str) -> int:
-    if isinstance(step, bool) or not isinstance(step, (int, float)) or step != int(step):
+    if isinstance(step, bool) or not isinstance(step, (int, float)) or not float(step).is_integer():
         raise DataError(f"step is {step!r}", where=where, expected="an integer")
     return int(step)
 

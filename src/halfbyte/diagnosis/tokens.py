@@ -154,7 +154,7 @@ def _add_row(columns: _Columns, row: Mapping[str, Any], where: str) -> None:
             raise DataError(
                 f"{name} is {values[token]} on a token that counts ({int(bad.sum())} such tokens)",
                 where=f"{where}, token {token}",
-                expected="finite numbers, or mask 0",
+                expected="numbers that are finite in float32, or mask 0",
             )
         if name != "advantages" and bool((values[mask] > 1e-3).any()):
             token = int(np.flatnonzero(mask & (values > 1e-3))[0])
@@ -178,7 +178,8 @@ def _add_row(columns: _Columns, row: Mapping[str, Any], where: str) -> None:
         columns.add("turns", flags)
     if "reward" in row:
         reward = row["reward"]
-        columns.rewards.append(float("nan") if reward is None else float(np.sum(reward)))
+        parts = _array(np.ravel(reward).tolist(), "reward", where, None, np.float64)  # a number, or one a token
+        columns.rewards.append(float("nan") if reward is None else float(parts.sum()))
 
 
 def _array(value: Any, name: str, where: str, length: int | None, dtype: type[Any]) -> npt.NDArray[Any]:
@@ -188,7 +189,10 @@ def _array(value: Any, name: str, where: str, length: int | None, dtype: type[An
         out = np.asarray(value, dtype=np.float64 if floating or not isinstance(value, np.ndarray) else None)
         if not floating and len(out) and not (np.isfinite(out).all() and (out == np.trunc(out)).all()):
             raise ValueError("not integers")
-        out = out.astype(dtype)
+        if not floating and len(out) and not (out.min() >= -(2.0**63) and out.max() < 2.0**63):
+            raise ValueError("more than 64 bits")
+        with np.errstate(over="ignore"):  # beyond float32 is infinite, which is refused where the token counts
+            out = out.astype(dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{name} cannot be used: {error}", where=where, expected="a list of numbers") from error
     if out.ndim != 1 or (length is not None and len(out) != length):

@@ -8,7 +8,7 @@ from torch import Tensor
 from halfbyte.formats.grid import E2M1_MAX, encode_e4m3, encode_e8m0
 from halfbyte.formats.spec import MxScale, QuantSpec
 
-__all__ = ["e4m3_bytes", "e4m3_target", "e8m0_bytes", "scaled_elements"]
+__all__ = ["e4m3_bytes", "e4m3_target", "e8m0_bytes", "element_scales", "scaled_elements"]
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -65,18 +65,31 @@ def e8m0_bytes(amax: Tensor, rule: MxScale) -> Tensor:
     return encode_e8m0(exponent if rule == "naive" else exponent - 2)
 
 
+def element_scales(s: Tensor, g: Tensor, inverse: Tensor, spec: QuantSpec) -> tuple[Tensor, bool]:
+    """What the elements of each block are divided by, or multiplied with (True), in the spec's order of fp32 operations.
+
+    Arguments:
+        s: decoded block scales; g, inverse: as in :func:`e4m3_target`, broadcastable to ``s``.
+
+    Returns:
+        float32 of the shape of ``s``, NaN where the scale is zero.
+    """
+    if spec.format == "mxfp4":
+        return s, False
+    if spec.element_scale == "divide_product" or spec.element_scale == "divide_ratio":
+        divisor = s * g if spec.element_scale == "divide_product" else s / inverse
+        return torch.where(divisor > 0, divisor, torch.nan), False
+    safe = torch.where(s > 0, s, 1.0)
+    factor = inverse / safe if spec.element_scale == "reciprocal_global" else 1.0 / (g * safe)
+    return torch.where(s > 0, factor.clamp(max=_LARGEST), torch.nan), True
+
+
 def scaled_elements(x: Tensor, s: Tensor, g: Tensor, inverse: Tensor, spec: QuantSpec) -> Tensor:
-    """z of every element: x over its scale, in the spec's order of fp32 operations; 0 where the scale is zero.
+    """z of every element: x over its scale; 0 where the scale is zero.
 
     Arguments:
         x: float32 [..., blocks, elements]; s: decoded block scales [..., blocks, 1]; g, inverse: as in
             :func:`e4m3_target`, broadcastable to ``s``.
     """
-    if spec.format == "mxfp4":
-        return x / s
-    if spec.element_scale == "divide_product" or spec.element_scale == "divide_ratio":
-        divisor = s * g if spec.element_scale == "divide_product" else s / inverse
-        return torch.where(divisor > 0, x / torch.where(divisor > 0, divisor, 1.0), 0.0)
-    safe = torch.where(s > 0, s, 1.0)
-    factor = inverse / safe if spec.element_scale == "reciprocal_global" else 1.0 / (g * safe)
-    return torch.where(s > 0, x * factor.clamp(max=_LARGEST), 0.0)
+    scale, multiply = element_scales(s, g, inverse, spec)
+    return torch.where(scale.isnan(), 0.0, x * scale if multiply else x / scale)

@@ -15,10 +15,10 @@ from halfbyte.formats.packing import pack_codes
 from halfbyte.formats.spec import QuantSpec
 from halfbyte.formats.tensor import QuantTensor
 
-__all__ = ["Tiles", "check_input", "fits", "join_tiles", "quantise", "split_tiles"]
+__all__ = ["LARGEST_INPUT", "Tiles", "check_input", "fits", "join_tiles", "quantise", "settled_global", "split_tiles"]
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LIMIT = 2.0**126  # above it, rounding up to the next representable value could overflow float32
+LARGEST_INPUT = 2.0**126  # above it, rounding up to the next representable value could overflow float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +63,8 @@ def check_input(x: Tensor, spec: QuantSpec, name: str) -> None:
             expected=f"a last dimension divisible by {spec.block}{rows} ({spec.format})",
             fix="keep this tensor in BF16",
         )
-    if x.numel() and not float(x.abs().amax()) <= _LIMIT:  # NaN fails the comparison too
-        bad = int((~(x.abs() <= _LIMIT)).sum())
+    if x.numel() and not float(x.abs().amax()) <= LARGEST_INPUT:  # NaN fails the comparison too
+        bad = int((~(x.abs() <= LARGEST_INPUT)).sum())
         raise NumericsError(
             f"{name} holds NaN, infinity or a magnitude above 2^126",
             where=f"{name}: {bad} of {x.numel()} elements",
@@ -82,18 +82,30 @@ def split_tiles(x: Tensor, spec: QuantSpec, global_scale: Tensor | None, name: s
         rows = spec.scale_rows
         tiles = x.reshape(*x.shape[:-2], x.shape[-2] // rows, rows, blocks, spec.block).transpose(-3, -2).flatten(-2)
     amax = tiles.abs().amax(-1)
+    return Tiles(tiles.to(torch.float32), amax, *settled_global(amax, spec, global_scale, tuple(x.shape[:-1]), name))
+
+
+def settled_global(
+    amax: Tensor, spec: QuantSpec, global_scale: Tensor | None, leading: tuple[int, ...], name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The global scale as stored, and its :func:`multiplier_pair` broadcastable to ``amax`` [..., blocks].
+
+    Arguments:
+        global_scale: given from elsewhere, or None for the spec's mode.
+        leading: shape of the tensor without its last dimension.
+    """
     if global_scale is not None:
-        stored = check_global(global_scale, tuple(x.shape[:-1]), spec, name)
+        stored = check_global(global_scale, leading, spec, name)
     elif spec.global_scale in ("constant", "none"):
         stored = fixed_global(spec)
     elif spec.global_scale == "token":
-        stored = stored_global(amax.amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1]), spec)
+        stored = stored_global(amax.amax(-1) if amax.shape[-1] else amax.new_zeros(leading), spec)
     else:
-        stored = stored_global(amax.amax() if amax.numel() else x.new_zeros(()), spec)
+        stored = stored_global(amax.amax() if amax.numel() else amax.new_zeros(()), spec)
     g, inverse = multiplier_pair(stored, spec)
     if g.ndim:
         g, inverse = g.unsqueeze(-1), inverse.unsqueeze(-1)
-    return Tiles(tiles.to(torch.float32), amax, stored, g, inverse)
+    return stored, g, inverse
 
 
 def join_tiles(codes: Tensor, scales: Tensor, tiles: Tiles, spec: QuantSpec, shape: tuple[int, ...]) -> QuantTensor:

@@ -13,6 +13,9 @@ Tied heads. Whether ``lm_head`` shares the embedding is decided once, here, by t
     missing               present and bit-equal       tied, with a note
 
 ``"tied"`` ignores any ``lm_head``; ``"separate"`` demands one.
+
+FP4 weights (:mod:`halfbyte.models.fp4`) appear twice: as values in ``tensors``, so that everything that reads a checkpoint
+reads them, and as they are in ``codes``.
 """
 
 from __future__ import annotations
@@ -21,14 +24,17 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from halfbyte.errors import CheckpointError, NumericsError
+from halfbyte.formats import QuantTensor
 from halfbyte.models.architecture import Architecture, parameter_shapes
+from halfbyte.models.fp4 import CodedSource, Quantisation, StoredCodes, find_coded, read_quantisation
+from halfbyte.models.fp4.quantisation import SPEC_FILE
 from halfbyte.models.layout import ParameterLayout
 from halfbyte.models.safetensors_io import Entry, SafetensorsFile
 
@@ -41,6 +47,9 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 #: Buffers that old checkpoints hold and every implementation recomputes.
 _RECOMPUTED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.self_attn\.(masked_)?bias")
+#: Scales of an FP8 KV cache, which our engine does not have.
+_KV_SCALES = re.compile(r".*\.self_attn\.(k_proj\.k|v_proj\.v|attn\.[kv]|[kv])_scale")
+_SIDE_FILES = ("hf_quant_config.json", SPEC_FILE)
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,9 @@ class Checkpoint:
         eos_ids: every end-of-sequence id of config.json and generation_config.json (TRL #7039: models have several).
         tokenizer_path: the folder, if it has a tokenizer.json, else None.
         notes: decisions a user may want to know of, such as a tie that the config did not state.
+        codes: weight name -> codes, for the weights that the files hold in FP4; read and checked on access.
+        quantisation: how those are stored; None for an ordinary checkpoint.
+        input_scales: module name -> global scale of its input as a multiplier, where the files hold one.
     """
 
     folder: Path
@@ -62,10 +74,22 @@ class Checkpoint:
     eos_ids: tuple[int, ...]
     tokenizer_path: Path | None
     notes: tuple[str, ...] = ()
+    codes: Mapping[str, QuantTensor] = field(default_factory=dict)
+    quantisation: Quantisation | None = None
+    input_scales: Mapping[str, float] = field(default_factory=dict)
 
     def parameters(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Own, contiguous parameters with experts stacked (:meth:`ParameterLayout.from_checkpoint`)."""
         return ParameterLayout(self.architecture).from_checkpoint(self.tensors, dtype=dtype)
+
+
+class _Readable(Protocol):
+    """A tensor somewhere in the files."""
+
+    @property
+    def where(self) -> str: ...
+
+    def read(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,10 @@ class _Source:
     expert: int | None = None
     rows: slice | None = None
 
+    @property
+    def where(self) -> str:
+        return str(self.file.path)
+
     def read(self) -> torch.Tensor:
         tensor = self.file[self.name]
         if self.expert is not None:
@@ -85,9 +113,10 @@ class _Source:
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """Checkpoint name -> tensor. Each access returns a view of the file's memory map; keep none longer than needed."""
+    """Checkpoint name -> tensor. Each access returns a view of the file's memory map (of codes: their values); keep none
+    longer than needed."""
 
-    def __init__(self, sources: Mapping[str, _Source]) -> None:
+    def __init__(self, sources: Mapping[str, _Readable]) -> None:
         self._sources = dict(sources)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -118,9 +147,10 @@ def load_checkpoint(
             ``interleaved`` (gate, up, gate, up, ..., as in gpt-oss). Nothing in a file tells, so it is never guessed.
         finite: read every weight once and refuse NaN and infinity.
     Raises:
-        CheckpointError: a missing, truncated or inconsistent file; an unsupported architecture; tensors that are
-            missing, unexpected, mis-shaped or not floating-point.
-        NumericsError: a weight that is NaN or infinite; the message names the tensor.
+        CheckpointError: a missing, truncated or inconsistent file; an unsupported architecture or quantisation; tensors
+            that are missing, unexpected, mis-shaped or of the wrong dtype; a tied head that is quantised (vLLM #45543).
+        NumericsError: a weight that is NaN or infinite; an FP4 scale that is NaN or has the sign bit set. The message names
+            the tensor.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -128,16 +158,37 @@ def load_checkpoint(
             "there is no model folder here", where=str(root), expected="a folder with config.json and model.safetensors"
         )
     config = read_json(root / "config.json")
-    architecture = Architecture.from_hf(config, str(root / "config.json"))
+    legacy, record = (read_json(root / name) if (root / name).is_file() else None for name in _SIDE_FILES)
+    quantisation = read_quantisation(config, legacy, record, str(root))
+    plain = config if quantisation is None else {k: v for k, v in config.items() if k != "quantization_config"}
+    architecture = Architecture.from_hf(plain, str(root / "config.json"))
     stored = _open_files(root)
-    architecture, notes = _resolve_ties(architecture, config, stored, ties, root)
-    sources = _locate(architecture, stored, expert_rows, root)
+    if quantisation is not None:
+        _refuse_coded_tie(config, quantisation, stored, root)
+    architecture, notes = _resolve_ties(architecture, config, stored, ties, root, quantisation)
+    coded: dict[str, CodedSource] = {}
+    if quantisation is not None:
+        coded = find_coded(quantisation, parameter_shapes(architecture), stored, str(root))
+        notes += quantisation.notes
+    sources = _locate(architecture, stored, expert_rows, root, coded)
     tensors = LazyTensors(sources)
     if finite:
         for name, tensor in tensors.items():
-            check_finite(tensor, name, where=str(sources[name].file.path))
+            check_finite(tensor, name, where=sources[name].where)
     has_tokenizer = (root / "tokenizer.json").is_file()
-    return Checkpoint(root, architecture, tensors, _eos_ids(root, architecture), root if has_tokenizer else None, notes)
+    reciprocal = quantisation is not None and quantisation.style.convention == "reciprocal"
+    inputs = {name.removesuffix(".weight"): source.input_multiplier(reciprocal) for name, source in coded.items()}
+    return Checkpoint(
+        root,
+        architecture,
+        tensors,
+        _eos_ids(root, architecture),
+        root if has_tokenizer else None,
+        notes,
+        StoredCodes(coded),
+        quantisation,
+        {name: scale for name, scale in inputs.items() if scale is not None},
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -218,14 +269,35 @@ def _open_files(root: Path) -> dict[str, SafetensorsFile]:
     return stored
 
 
+def _refuse_coded_tie(
+    config: dict[str, Any], quantisation: Quantisation, stored: dict[str, SafetensorsFile], root: Path
+) -> None:
+    """A head that shares the embedding cannot have codes of its own (vLLM #45543)."""
+    head = _HEAD.removesuffix(".weight")
+    codes, scales = head + quantisation.style.codes, head + quantisation.style.scales
+    if config.get("tie_word_embeddings") and codes in stored and scales in stored:
+        raise CheckpointError(
+            f"config.json ties the head to the embedding, but the files hold a quantised head ({codes})",
+            where=str(root),
+            expected="a tied head is left alone",
+            fix="quantise the original model with halfbyte quantize",
+        )
+
+
 def _resolve_ties(
-    architecture: Architecture, config: dict[str, Any], stored: dict[str, SafetensorsFile], ties: Ties, root: Path
+    architecture: Architecture,
+    config: dict[str, Any],
+    stored: dict[str, SafetensorsFile],
+    ties: Ties,
+    root: Path,
+    quantisation: Quantisation | None,
 ) -> tuple[Architecture, tuple[str, ...]]:
     """Apply the policy of the module's table; drops a redundant ``lm_head`` from ``stored``."""
     if ties not in ("auto", "tied", "separate"):
         raise CheckpointError(f"ties is {ties!r}", expected="auto, tied or separate")
     stated = config.get("tie_word_embeddings")
-    present = _HEAD in stored
+    coded_head = quantisation is not None and _HEAD.removesuffix(".weight") + quantisation.style.scales in stored
+    present = _HEAD in stored or coded_head
     notes: tuple[str, ...] = ()
     if ties == "separate":
         tied = False
@@ -237,7 +309,7 @@ def _resolve_ties(
     elif stated is False:
         tied = False
     else:
-        tied = _EMBEDDING in stored and _same_bits(stored[_EMBEDDING], stored[_HEAD])
+        tied = not coded_head and _EMBEDDING in stored and _same_bits(stored[_EMBEDDING], stored[_HEAD])
         if stated and not tied:
             raise CheckpointError(
                 f"config.json ties the head to the embedding, but {_HEAD} differs from {_EMBEDDING}",
@@ -260,17 +332,24 @@ def _same_bits(embedding: SafetensorsFile, head: SafetensorsFile) -> bool:
 
 
 def _locate(
-    architecture: Architecture, stored: dict[str, SafetensorsFile], expert_rows: ExpertRows, root: Path
-) -> dict[str, _Source]:
+    architecture: Architecture,
+    stored: dict[str, SafetensorsFile],
+    expert_rows: ExpertRows,
+    root: Path,
+    coded: Mapping[str, CodedSource],
+) -> dict[str, _Readable]:
     """Checkpoint name -> source, from either expert layout; one error lists everything that does not fit."""
     if expert_rows not in ("concatenated", "interleaved"):
         raise CheckpointError(f"expert_rows is {expert_rows!r}", expected="concatenated or interleaved")
     layout, shapes = ParameterLayout(architecture), parameter_shapes(architecture)
-    sources: dict[str, _Source] = {}
+    sources: dict[str, _Readable] = {}
+    known = {part for source in coded.values() for part in source.names}
     missing: list[str] = []
     used: dict[str, tuple[int, ...]] = {}  # stored name -> the shape it must have
     for name, location in layout.locations.items():
-        if name in stored:
+        if name in coded:
+            sources[name] = coded[name]
+        elif name in stored:
             used[name] = shapes[name]
             sources[name] = _Source(stored[name], name)
         elif location.parameter in stored:
@@ -282,7 +361,14 @@ def _locate(
         else:
             missing.append(name)
     entries: dict[str, Entry] = {name: stored[name].entries[name] for name in used}
-    unexpected = sorted(name for name in stored if name not in used and not _RECOMPUTED.fullmatch(name))
+    unexpected = sorted(
+        name
+        for name in stored
+        if name not in used
+        and name not in known
+        and not _RECOMPUTED.fullmatch(name)
+        and not (coded and _KV_SCALES.fullmatch(name))
+    )
     misshaped = [
         f"{name} {list(entries[name].shape)} instead of {list(shape)}"
         for name, shape in used.items()

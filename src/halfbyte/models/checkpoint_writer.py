@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ from halfbyte.models.checkpoint import check_finite
 from halfbyte.models.layout import ParameterLayout
 from halfbyte.models.safetensors_io import write_safetensors
 
-__all__ = ["TOKENIZER_FILES", "save_checkpoint"]
+__all__ = [
+    "TOKENIZER_FILES",
+    "copy_tokenizer",
+    "refuse_to_clobber",
+    "replaced_folder",
+    "save_checkpoint",
+    "write_json",
+    "write_weights",
+]
 
 #: Files that travel with the weights, where they exist.
 TOKENIZER_FILES = (
@@ -63,23 +72,35 @@ def save_checkpoint(
         NumericsError: a weight is NaN or infinite.
     """
     target = Path(folder)
-    _refuse_to_clobber(target, overwrite)
+    refuse_to_clobber(target, overwrite)
     chosen = _in_checkpoint_names(architecture, tensors)
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in chosen.values()))
+    with replaced_folder(target, overwrite=overwrite) as work:
+        write_weights(work, chosen, shard_bytes)
+        write_json(work / "config.json", architecture.to_hf(dtype=str(dtype).removeprefix("torch.")))
+        if tokenizer_from is not None:
+            copy_tokenizer(Path(tokenizer_from), work)
+    return target
+
+
+@contextmanager
+def replaced_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A hidden folder to write to, which takes the place of ``target`` when the block ends well; see :func:`save_checkpoint`.
+
+    Raises:
+        CheckpointError: the folder is in the way.
+    """
+    refuse_to_clobber(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
-        _write_weights(work, chosen, shard_bytes)
-        _write_json(work / "config.json", architecture.to_hf(dtype=str(dtype).removeprefix("torch.")))
-        if tokenizer_from is not None:
-            _copy_tokenizer(Path(tokenizer_from), work)
+        yield work
         _sync(work)
         _swap(work, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return target
 
 
 def _in_checkpoint_names(architecture: Architecture, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -106,7 +127,8 @@ def _in_checkpoint_names(architecture: Architecture, tensors: Mapping[str, torch
     return chosen
 
 
-def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int) -> None:
+def write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int) -> None:
+    """model.safetensors, or shards of at most ``shard_bytes`` each with their index."""
     metadata = {"format": "pt"}
     shards = list(_shards(tensors, shard_bytes))
     if len(shards) == 1:
@@ -118,7 +140,7 @@ def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: 
         write_safetensors(folder / file, shard, metadata)
         weight_map |= dict.fromkeys(shard, file)
     total = sum(_n_bytes(tensor) for tensor in tensors.values())
-    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _shards(tensors: dict[str, torch.Tensor], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -134,7 +156,12 @@ def _shards(tensors: dict[str, torch.Tensor], shard_bytes: int) -> Iterator[dict
     yield shard
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of :data:`TOKENIZER_FILES` that exist.
+
+    Raises:
+        CheckpointError: there is no tokenizer.json.
+    """
     found = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     if "tokenizer.json" not in found:
         raise CheckpointError("there is no tokenizer.json to copy", where=str(source), expected="a model folder")
@@ -142,7 +169,10 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
         shutil.copyfile(source / name, folder / name)
 
 
-def _refuse_to_clobber(target: Path, overwrite: bool) -> None:
+def refuse_to_clobber(target: Path, overwrite: bool) -> None:
+    """Raises:
+    CheckpointError: a file, or a folder that is not empty (and not a checkpoint, with ``overwrite``).
+    """
     if not target.exists():
         return
     if not target.is_dir():
@@ -190,7 +220,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Indented UTF-8."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

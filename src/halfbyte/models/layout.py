@@ -9,7 +9,7 @@ parameters' memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -87,23 +87,26 @@ class ParameterLayout:
             yield name, self.view(parameters, name)
 
     def from_checkpoint(
-        self, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None
+        self, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None, skip: Container[str] = ()
     ) -> dict[str, torch.Tensor]:
         """Parameters by name, experts stacked, each a fresh contiguous tensor that shares nothing with ``tensors``.
 
         Arguments:
             tensors: by checkpoint name; names that the architecture lacks are ignored (the loader has refused them).
             dtype: of the result; None keeps each tensor's own (of a stack: its first expert's).
+            skip: checkpoint names to leave out, of a stack all or none.
         Raises:
             CheckpointError: a tensor is missing.
             ShapeError: a tensor has another shape than the architecture says.
         """
-        missing = [name for name in self.locations if name not in tensors]
+        missing = [name for name in self.locations if name not in tensors and name not in skip]
         if missing:
             raise CheckpointError(f"{len(missing)} tensors are missing: {', '.join(missing[:5])}")
         expected = parameter_shapes(self.architecture)
         parameters: dict[str, torch.Tensor] = {}
         for name, location in self.locations.items():
+            if name in skip:
+                continue
             source = tensors[name]
             if tuple(source.shape) != expected[name]:
                 raise ShapeError(f"tensor {name!r} has shape {tuple(source.shape)}", expected=str(expected[name]))
@@ -122,7 +125,11 @@ def checkpoint_views(
 
 
 def from_checkpoint(
-    tensors: Mapping[str, torch.Tensor], architecture: Architecture, *, dtype: torch.dtype | None = None
+    tensors: Mapping[str, torch.Tensor],
+    architecture: Architecture,
+    *,
+    dtype: torch.dtype | None = None,
+    skip: Container[str] = (),
 ) -> dict[str, torch.Tensor]:
     """See :meth:`ParameterLayout.from_checkpoint`."""
-    return ParameterLayout(architecture).from_checkpoint(tensors, dtype=dtype)
+    return ParameterLayout(architecture).from_checkpoint(tensors, dtype=dtype, skip=skip)

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from halfbyte.errors import ConfigError, SpecMismatchError
 from halfbyte.formats import QuantSpec, first_difference, get_spec
 
-__all__ = ["PRESETS", "Kind", "KvKind", "Precision", "Sites", "precision_from", "require_same"]
+__all__ = ["PRESETS", "Kind", "KvKind", "Precision", "Sites", "precision_from", "require_same", "with_weight_spec"]
 
 Kind = Literal["fp32", "bf16", "w4a16", "w4a4"]
 KvKind = Literal["fp32", "bf16", "fp4"]
@@ -162,6 +162,15 @@ def precision_from(value: str | dict[str, Any] | Precision) -> Precision:
                 fix="use halfbyte_token for activations and halfbyte_kv for the KV cache",
             )
     return out if out == base else replace(out, name=f"{base.name}*")
+
+
+def with_weight_spec(precision: Precision, spec: QuantSpec) -> Precision:
+    """``precision`` for weights that are codes by ``spec`` already; inputs of W4A4 products follow to its block format."""
+    activations = precision.activation_spec
+    if activations.format != spec.format:
+        activations = get_spec("mx_floor" if spec.format == "mxfp4" else "halfbyte_token")
+    out = replace(precision, weight_spec=spec, activation_spec=activations)
+    return precision if out == precision else replace(out, name=f"{precision.name.removesuffix('*')}*")
 
 
 def require_same(expected: Precision, got: Precision, *, where: str) -> None:

@@ -1,18 +1,21 @@
-"""Several versions of a tensor become one patch: deltas are applied to a copy, which is compared with what the target holds.
+"""Several versions of a tensor become one patch.
 
 Tensors are folded one by one, as soon as all that concerns them has been fetched, so that decoding goes on while the link is
-busy and no more than a few copies exist at a time. Nothing here writes to the target.
+busy: block by block where the target holds the base (``blockwise``), else on a copy of the tensor, which is compared with what
+the target holds. Nothing here writes to the target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from halfbyte.refit.arrays import Bytes, TensorInfo
+from halfbyte.refit.blockwise import TensorFold
 from halfbyte.refit.codec import apply, block_count, block_hash, block_span
 from halfbyte.refit.codec.element import element_of
 from halfbyte.refit.errors import CorruptError, LayoutError
@@ -59,6 +62,29 @@ class Folding:
         self.target, self.names, self.block, self.damaged = target, names, block, dict(damaged or {})
         self._done: dict[str, list[Change]] = {}
         self._broken: dict[str, _Folded] = {}
+
+    def work(self, name: str, plan: Plan) -> list[Callable[[], None]]:
+        """Calls that fold one published tensor between them, in any order and by any threads; they raise as :meth:`tensor`."""
+        held, infos = self.names.held(name), self.target.infos()
+        if plan.info is None or plan.start is not None or len(held) != 1 or self.damaged.get(name) or not plan.deltas:
+            return [lambda: self.tensor(name, plan)]
+        after = TensorInfo(held[0], plan.info.dtype, plan.info.shape)
+        shapes = {(delta.dtype, delta.elements, delta.block) for delta in plan.deltas}
+        if infos.get(held[0]) != after or shapes != {(after.dtype, after.elements, self.block)}:
+            return [lambda: self.tensor(name, plan)]
+        where = f"tensor {name!r}"
+        fold = TensorFold(after.dtype, lambda: self.target.read(held[0]), plan.deltas, where)
+
+        def part(number: int) -> None:
+            if not fold.part(number):
+                return
+            if fold.damaged:
+                self.tensor(name, plan)  # finds out which blocks
+                return
+            patches = fold.patches()
+            self._done[name] = [Change(after, after, patches)] if patches else []
+
+        return [partial(part, number) for number in range(fold.parts)]
 
     def tensor(self, name: str, plan: Plan) -> None:
         """Fold one published tensor.
@@ -161,6 +187,7 @@ def prepare_update(
 ) -> Update:
     """Fold tensors whose plans are all at hand (see :func:`~halfbyte.refit.prepare.chain`)."""
     folding = Folding(target, names, state.block)
-    work = [(n, plan) for n, plan in sorted(plans.items()) if plan.info is not None or names.held(n)]
-    each(lambda item: folding.tensor(*item), work, threads)
+    concerned = [(n, plan) for n, plan in sorted(plans.items()) if plan.info is not None or names.held(n)]
+    work = [call for name, plan in concerned for call in folding.work(name, plan)]
+    each(lambda call: call(), work, threads)
     return folding.update(source, goal, state, repair, threads)

@@ -7,6 +7,7 @@ store's own clock: a dead reader holds nothing for ever, and nobody's clock has 
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 
@@ -87,6 +88,8 @@ def _parse(key: str, data: bytes) -> Lease:
         manifests, keys = tuple(table["manifests"]), tuple(check_key(key) for key in table["keys"])
         if not all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in manifests):
             raise ValueError("not digests")
-    except (ValueError, KeyError, TypeError, AttributeError, StoreError) as error:
+        if not 0 <= seconds < math.inf:
+            raise ValueError("not a time")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, StoreError) as error:
         raise CorruptError("not a lease", where=key, fix="delete it, or let its reader write it again") from error
     return Lease(key.rsplit("/", 1)[-1].removesuffix(".json"), manifests, keys, seconds)

@@ -15,14 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from halfbyte.refit.arrays import Bytes, TensorInfo
+from halfbyte.refit.codec import kernels
 from halfbyte.refit.errors import WrongBaseError
 
-__all__ = ["BlockPatch", "Change", "Side", "Stamp", "Update", "patch_between", "write_block"]
+__all__ = ["DENSE", "BlockPatch", "Change", "Side", "Stamp", "Update", "patch_between", "write_block"]
 
 Side = Literal["old", "new"]
 
 #: A block of which more than this share changes is kept whole: positions would only add to it.
-_DENSE = 0.4
+DENSE = 0.4
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,9 @@ class Update:
 
     @property
     def changed(self) -> int:
-        """Units written by in-place changes."""
-        return sum(block.count for change in self.changes for block in change.blocks)
+        """Elements written: units of in-place changes, and whole tensors that are added or get another dtype or shape."""
+        in_place = sum(block.count for change in self.changes for block in change.blocks)
+        return in_place + sum(c.after.elements for c in self.changes if c.after is not None and not c.in_place)
 
 
 def patch_between(before: Bytes, after: Bytes, unit: int, begin: int = 0) -> BlockPatch | None:
@@ -135,14 +137,11 @@ def patch_between(before: Bytes, after: Bytes, unit: int, begin: int = 0) -> Blo
         unit: bytes of a unit: 1, 2, 4 or 8.
         begin: byte of the tensor at which the stretch begins.
     """
-    kind = np.dtype(f"<u{unit}")
-    old, new = before.view(kind), after.view(kind)
-    positions = np.flatnonzero(old != new)
-    if not len(positions):
-        return None
-    if len(positions) > _DENSE * len(new):
-        return BlockPatch(begin, None, old.copy(), new.copy())
-    return BlockPatch(begin, positions.astype(np.uint32), old[positions], new[positions])
+    found = kernels().differences(unit, before, after, int(DENSE * (before.size // unit)))
+    if found is None:
+        kind = np.dtype(f"<u{unit}")
+        return BlockPatch(begin, None, before.view(kind).copy(), after.view(kind).copy())
+    return BlockPatch(begin, found.positions, found.old, found.new) if len(found.positions) else None
 
 
 def write_block(data: Bytes, block: BlockPatch, side: Side, *, expect: Sequence[Side] = ()) -> None:
@@ -156,15 +155,23 @@ def write_block(data: Bytes, block: BlockPatch, side: Side, *, expect: Sequence[
         WrongBaseError: some unit holds neither; nothing was written.
     """
     unit = block.new.itemsize
-    length = block.count if block.positions is None else (data.size - block.begin) // unit
-    view = data[block.begin : block.begin + length * unit].view(block.new.dtype)
-    if expect:
-        held = view if block.positions is None else view.take(block.positions, mode="clip")
-        wrong = np.logical_and.reduce([held != getattr(block, name) for name in expect])
-        if wrong.any():
-            raise WrongBaseError(
-                f"{int(wrong.sum())} values changed under the refit after they were checked",
-                where=f"byte {block.begin} and following",
-                fix="let nothing else write to the weights; the next attempt starts from what they hold now",
-            )
-    view[slice(None) if block.positions is None else block.positions] = getattr(block, side)
+    if block.positions is not None and len(expect) < 2:
+        before = getattr(block, expect[0]) if expect else None
+        wrong = kernels().put(data[block.begin :], block.positions, getattr(block, side), before)
+        if wrong < 0:
+            raise WrongBaseError("a patch reaches beyond the tensor's end", where=f"byte {block.begin} and following")
+    else:
+        length = block.count if block.positions is None else (data.size - block.begin) // unit
+        view = data[block.begin : block.begin + length * unit].view(block.new.dtype)
+        where = slice(None) if block.positions is None else block.positions
+        held = view[where]
+        differs = [held != getattr(block, name) for name in expect]
+        wrong = int(np.logical_and.reduce(differs).sum()) if differs else 0
+        if not wrong:
+            view[where] = getattr(block, side)
+    if wrong:
+        raise WrongBaseError(
+            f"{wrong} values changed under the refit after they were checked",
+            where=f"byte {block.begin} and following",
+            fix="let nothing else write to the weights; the next attempt starts from what they hold now",
+        )

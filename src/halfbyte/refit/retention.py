@@ -9,6 +9,7 @@ ages are by the store's own clock.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -185,8 +186,9 @@ def _read_doomed(store: Store) -> dict[str, float]:
     """Key -> when it was first found unused."""
     try:
         table = json.loads(store.get(DOOMED))
-        return {str(key): float(value) for key, value in table.items()}
-    except (ObjectMissingError, ValueError, TypeError, AttributeError):
+        found = {str(key): float(value) for key, value in table.items()}
+        return {key: value for key, value in found.items() if math.isfinite(value)}
+    except (ObjectMissingError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}
 
 

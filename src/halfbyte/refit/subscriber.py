@@ -282,9 +282,10 @@ class Subscriber:
         folding = Folding(self.target, names, own.block, self._damaged(catalogue, goal, names, held, steps))
         with ThreadPoolExecutor(self.threads) as pool:
             work = [
-                pool.submit(folding.tensor, name, plan)
+                pool.submit(call)
                 for ref, data in self.fetcher.stream(steps.objects())
                 for name, plan in steps.arrived(ref, data)
+                for call in folding.work(name, plan)
             ]
             for done in work:
                 done.result()

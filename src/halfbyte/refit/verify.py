@@ -11,12 +11,13 @@ from halfbyte.refit.codec import block_hashes
 from halfbyte.refit.errors import CorruptError
 from halfbyte.refit.fetch import Fetcher
 from halfbyte.refit.head import Edge, Head, read_catalogue, read_head
+from halfbyte.refit.keys import MANIFESTS
 from halfbyte.refit.manifest import Manifest, Signer
 from halfbyte.refit.objects import read_object
 from halfbyte.refit.prepare import Step, chain
 from halfbyte.refit.route import find_route
 from halfbyte.refit.state import StateHash
-from halfbyte.refit.store.protocol import ReadStore
+from halfbyte.refit.store.protocol import ReadStore, Store
 
 __all__ = ["Checked", "StoreReport", "differing_tensors", "verify_store"]
 
@@ -36,7 +37,7 @@ class StoreReport:
     """A store as it was read.
 
     Arguments:
-        head: HEAD; None for an empty store.
+        head: HEAD; None for an empty store, or one that lost it (``problem`` says so).
         ways: every way, ascending by version.
         state: block hashes of HEAD's version, followed from a full version; None where that fails.
         problem: why HEAD's version cannot be reached ("" if it can).
@@ -73,7 +74,8 @@ def verify_store(
     """
     found = read_head(store)
     if found is None:
-        return StoreReport(None)
+        lost = isinstance(store, Store) and any(True for _ in store.list(MANIFESTS))
+        return StoreReport(None, problem="HEAD is missing, but there are manifests" if lost else "")
     head = found[0]
     catalogue = read_catalogue(store, head)
     fetcher = Fetcher(store, signer=signer)

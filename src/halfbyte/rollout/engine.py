@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ConfigError, DataError, NumericsError
+from halfbyte.formats import QuantTensor
 from halfbyte.guidance.cache import PassRecord, Shelf
 from halfbyte.guidance.layout import Layout
 from halfbyte.guidance.plan import Plan
@@ -83,6 +84,7 @@ class Engine:
         version: the weight version of ``tensors``.
         guidance: what trajectories bring along for the learner's rounding; nothing by default.
         shelf: where the guidance of finished samples is kept; unlimited memory by default.
+        codes: weights of ``tensors`` that are FP4 already (``Checkpoint.codes``) and packed as they are.
     """
 
     def __init__(
@@ -97,13 +99,14 @@ class Engine:
         version: int = 0,
         guidance: Plan | None = None,
         shelf: Shelf | None = None,
+        codes: Mapping[str, QuantTensor] | None = None,
     ) -> None:
         self.arch, self.precision = arch, precision
         self.options = options or EngineOptions()
         self.kernels = kernels or active()
         self.detokeniser = detokeniser
         self.max_length = min(self.options.max_length or arch.max_positions, arch.max_positions)
-        self.weights = self._pack(tensors, version)
+        self.weights = self._pack(tensors, version, codes)
         per_page = PagePool.page_bytes(arch, precision, self.options.page_size)
         n_pages = int(self.options.kv_memory_mb * 2**20 // per_page) if per_page else 0
         # no more pages than the largest batch could ever fill: a small model does not reserve what it cannot use
@@ -335,9 +338,11 @@ class Engine:
         )
         return out.numpy()
 
-    def _pack(self, tensors: Mapping[str, Tensor], version: int) -> RolloutWeights:
+    def _pack(
+        self, tensors: Mapping[str, Tensor], version: int, codes: Mapping[str, QuantTensor] | None = None
+    ) -> RolloutWeights:
         return RolloutWeights.pack(
-            self.arch, self.precision, tensors, self.kernels, version=version, n_positions=self.max_length
+            self.arch, self.precision, tensors, self.kernels, version=version, n_positions=self.max_length, codes=codes
         )
 
     def _check(self, request: Request) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from halfbyte.errors import DataError
 from halfbyte.models.open_model import open_model
-from halfbyte.models.precision import precision_from
+from halfbyte.models.precision import precision_from, with_weight_spec
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.models.trajectory import SamplingParams, Trajectory
 from halfbyte.rollout.engine import Engine, EngineOptions
@@ -136,12 +136,16 @@ def _responses(
         key = request_key("generate", json.dumps(row, sort_keys=True))
         requests.append(Request(ids, fitting, n=n, key=key, group=i))
     longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
+    chosen = precision_from(precision)
+    if checkpoint.quantisation is not None:
+        chosen = with_weight_spec(chosen, checkpoint.quantisation.spec)
     engine = Engine(
         arch,
-        precision_from(precision),
+        chosen,
         checkpoint.tensors,
         detokeniser=tokenizer,
         options=EngineOptions(max_length=longest, max_sequences=256, kv_memory_mb=1024),
+        codes=checkpoint.codes,
     )
     for trajectory in engine.generate(requests):
         text = _cut(tokenizer.decode(trajectory.response_ids.tolist()), trajectory)

@@ -51,7 +51,7 @@ class PagePool:
             raise ConfigError(
                 "the KV memory budget does not hold one page",
                 where="rollout.kv_memory_mb",
-                expected=f"at least {self.page_bytes(arch, precision, page_size) / 2**20:.2f} MiB",
+                expected=f"at least {self.page_bytes(arch, precision, page_size) / 2**20:,.3g} MiB",
             )
         self.kernels, self.page_size, self.n_pages, self.phased = kernels, page_size, n_pages, precision.phased
         self.layers = [

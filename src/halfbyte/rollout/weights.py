@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from halfbyte.errors import CheckpointError
+from halfbyte.errors import CheckpointError, ConfigError
+from halfbyte.formats import QuantTensor
 from halfbyte.kernels import Kernels, PackedExperts, PackedLinear
-from halfbyte.models.architecture import Architecture
+from halfbyte.models.architecture import Architecture, expert_names, site_of
 from halfbyte.models.checkpoint import check_finite
 from halfbyte.models.layout import from_checkpoint
 from halfbyte.models.precision import Kind, Precision
@@ -67,17 +68,23 @@ class RolloutWeights:
         *,
         version: int,
         n_positions: int,
+        codes: Mapping[str, QuantTensor] | None = None,
     ) -> RolloutWeights:
         """Pack checkpoint tensors (checkpoint names; experts per expert or stacked), for sequences up to ``n_positions``.
 
         Tensors named ``<weight>.global_scale`` are global scales that the learner keeps over versions
         (``QuantSpec.global_update``); the others are derived from the weights.
 
+        Arguments:
+            codes: checkpoint name -> weights that are quantised already and packed as they are, where every phase runs their
+                site in FP4. ``tensors`` has their values too, for where it does not.
+
         Raises:
             CheckpointError: a tensor is missing or has another shape.
             NumericsError: a weight is NaN or infinite, by name.
         """
-        return cls.from_source(arch, precision, published(arch, precision, tensors), kernels, version, n_positions)
+        source = published(arch, precision, tensors, codes)
+        return cls.from_source(arch, precision, source, kernels, version, n_positions)
 
     @classmethod
     def from_source(
@@ -131,19 +138,45 @@ class RolloutWeights:
         )
 
 
-def published(arch: Architecture, precision: Precision, tensors: Mapping[str, Tensor]) -> Source:
+def published(
+    arch: Architecture,
+    precision: Precision,
+    tensors: Mapping[str, Tensor],
+    codes: Mapping[str, QuantTensor] | None = None,
+) -> Source:
     """Checkpoint tensors as the packer's source, in the dtype that this precision publishes.
 
     Raises:
         CheckpointError, NumericsError: see :meth:`RolloutWeights.pack`.
     """
-    params = from_checkpoint(tensors, arch)
+    held = _packed_as_they_are(arch, precision, codes or {})
+    params = from_checkpoint(tensors, arch, skip=held)
     for name, tensor in params.items():
         check_finite(tensor, name)
     dtype = torch.float32 if precision.exact else torch.bfloat16
     suffix = ".global_scale"
     scales = {n.removesuffix(suffix): t.reshape(()).float() for n, t in tensors.items() if n.endswith(suffix)}
-    return Source({k: v.detach().to(dtype) for k, v in params.items()}, scales)
+    return Source({k: v.detach().to(dtype) for k, v in params.items()}, scales, held)
+
+
+def _packed_as_they_are(
+    arch: Architecture, precision: Precision, codes: Mapping[str, QuantTensor]
+) -> dict[str, QuantTensor]:
+    """The codes that no phase needs the values of; experts only where a layer has them all."""
+    held = {n: codes[n] for n in codes if not {"fp32", "bf16"} & set(precision.kinds(site_of(n)))}
+    for layer in arch.moe_layers:
+        names = [n for e in range(arch.n_experts) for n in expert_names(arch, layer, e)]
+        if any(n in held for n in names) and not all(n in held for n in names):
+            held = {n: q for n, q in held.items() if n not in names}
+    for name, q in held.items():
+        if q.spec.format != precision.weight_spec.format:
+            raise ConfigError(
+                f"{name} is {q.spec.format}, the precision's weight_spec {precision.weight_spec.format}",
+                where=f"precision {precision.name}",
+                expected="one format",
+                fix="use with_weight_spec, or leave the codes out to quantise anew",
+            )
+    return held
 
 
 def _vectors(params: Mapping[str, Tensor]) -> dict[str, Tensor]:

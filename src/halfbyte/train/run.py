@@ -65,6 +65,8 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
     learner_precision = (
         rollout_precision if config.learner.precision == "same" else precision_from(config.learner.precision)
     )
+    counted = config.train.delta_precision
+    delta_precision = None if counted is None else precision_from(counted)
     checkpoint, tokenizer = open_model(config.model.path)
     arch = checkpoint.architecture
     options = dict(config.env.options)
@@ -136,7 +138,7 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         folder.rewind(progress.step if saved is not None else -1)
         folder.write_json("config.json", config.to_json())
         folder.write_json("environment.json", environment(config.train.seed))
-        weights = WeightPath(folder.path / "refit", engine, learner, progress.version)
+        weights = WeightPath(folder.path / "refit", engine, learner, progress.version, delta_precision)
         trainer = Trainer(
             config, folder, engine, learner, env, tokenizer, tracker, weights, progress, prompt_limit, guidance
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from halfbyte.errors import RefitError
 from halfbyte.learner.learner import Learner
+from halfbyte.models.precision import Precision
 from halfbyte.refit.disk import Disk
 from halfbyte.refit.head import read_head
 from halfbyte.refit.local import take
@@ -30,6 +31,7 @@ from halfbyte.rollout.code_changes import code_changes
 from halfbyte.rollout.engine import Engine
 from halfbyte.rollout.packer import Source
 from halfbyte.rollout.refit_target import SharedEngineTarget
+from halfbyte.rollout.weights import RolloutWeights
 
 __all__ = ["WeightPath"]
 
@@ -55,14 +57,19 @@ class WeightPath:
         engine: serves the learner's published weights under ``version``.
         learner: whose weights are published.
         version: the weight version they have.
+        delta_precision: in which code changes are counted where the engine holds no FP4 weights.
     """
 
-    def __init__(self, folder: Path, engine: Engine, learner: Learner, version: int) -> None:
+    def __init__(
+        self, folder: Path, engine: Engine, learner: Learner, version: int, delta_precision: Precision | None = None
+    ) -> None:
         self.folder, self.engine, self.learner = folder, engine, learner
         self.store = FilesystemStore(folder, disk=_Unsynced())
         tensors = self._tensors()
         self.publisher = self._resumed(tensors, version) or self._begun(tensors, version)
         self.target = SharedEngineTarget(engine, self._latest, stamp=self.publisher.head.stamp)
+        in_fp4 = code_changes(engine.weights, engine.weights).codes > 0
+        self.shadow = None if in_fp4 or delta_precision is None else self._packed(delta_precision, tensors)
 
     def publish(self, version: int) -> dict[str, float]:
         """Make the learner's weights the next version, in the store and in the engine.
@@ -72,15 +79,19 @@ class WeightPath:
         Raises:
             RefitError, NumericsError: the engine serves the version it served.
         """
-        before = self.engine.weights
-        done = self.publisher.publish(self._tensors(), version=version)
+        before, shadow, tensors = self.engine.weights, self.shadow, self._tensors()
+        done = self.publisher.publish(tensors, version=version)
         assert done.update is not None
         started = time.perf_counter()
         pause = take(self.target, done.update)
         taken = time.perf_counter()
         if version % COLLECT_EVERY == 0:
             collect(self.store, Retention(versions=COLLECT_EVERY))
-        codes = code_changes(before, self.engine.weights)
+        if shadow is None:
+            codes = code_changes(before, self.engine.weights)
+        else:
+            self.shadow = self._packed(shadow.precision, tensors)
+            codes = code_changes(shadow, self.shadow)
         fp4 = {}
         if codes.codes:
             fp4 = {
@@ -98,6 +109,11 @@ class WeightPath:
             "time/stage": taken - started - pause,
             "time/pause": pause,
         }
+
+    def _packed(self, precision: Precision, tensors: dict[str, Tensor]) -> RolloutWeights:
+        """The weights as a rollout in ``precision`` would hold them; nothing runs on them."""
+        engine = self.engine
+        return RolloutWeights.pack(engine.arch, precision, tensors, engine.kernels, version=0, n_positions=1)
 
     def _latest(self) -> Source:
         parameters = self.learner.parameters

@@ -1,7 +1,7 @@
 """Native quantisation: shapes and dtypes are checked here, the C++ sees addresses.
 
-Every spec with the default arithmetic runs natively whatever its global scale; another spec runs on the reference, which is the
-same numbers (the fast code exists for one rule only, on purpose).
+Every spec with the default arithmetic runs in one native pass whatever its global scale; the others in two, with the arithmetic
+of their scales in between (:mod:`halfbyte.kernels.native.other_rules`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from halfbyte.formats.global_scale import check_global
 from halfbyte.formats.residues import check_bits
 from halfbyte.kernels import _native
 from halfbyte.kernels.native.buffers import new_buffer
+from halfbyte.kernels.native.other_rules import quantise_by_parts
 
 __all__ = ["dequantise", "fake_quantise", "quantise", "quantise_with_payload", "rule_of"]
 
@@ -53,7 +54,7 @@ def quantise_with_payload(
     check_bits(bits)
     rule = _native_input(x, spec)
     if rule is None:
-        q = formats.quantise(x, spec, global_scale=global_scale, name=name)
+        q = quantise_by_parts(isa, x, spec, global_scale, name)
         return q, payload_of(q, bits)
     v = x.detach().contiguous()
     leading, k = v.shape[:-1], v.shape[-1]
@@ -117,7 +118,7 @@ def fake_quantise(isa: int, x: Tensor, spec: QuantSpec, *, name: str = "tensor")
     """``dequantise(quantise(x))`` in ``x``'s dtype and shape, in one pass."""
     rule = _native_input(x, spec)
     if rule is None:
-        q = formats.quantise(x, spec, name=name)
+        q = quantise_by_parts(isa, x, spec, None, name)
         return dequantise(isa, q, x.dtype)
     v = x.detach().contiguous()
     out = new_buffer(v.shape, v.dtype)

@@ -15,7 +15,7 @@ from halfbyte.refit.codec.kernels import Classed, CodecKernels, Marked
 from halfbyte.refit.codec.prepare import BlockState, Body, Prepared, block_state, check_fits, decode, prepare
 from halfbyte.refit.codec.registry import kernels
 
-__all__ = ["Applied", "BlockUndo", "Undo", "apply", "commit", "revert"]
+__all__ = ["Applied", "BlockUndo", "Undo", "apply", "apply_block", "commit", "revert"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ def _write(
             continue
         assert body is not None
         assert not isinstance(body, Classed)
-        done.append(_apply_block(element, block, index, row.kind, body, use))
+        done.append(apply_block(element, block, index, row.kind, body, use))
         if verify and block_hash(block) != row.target:
             revert(data, Undo(delta, tuple(done)), with_kernels=use)
             raise RefitError(
@@ -133,9 +133,10 @@ def _write(
     return Applied(found[BlockState.READY], found[BlockState.DONE], found[BlockState.DAMAGED], undo)
 
 
-def _apply_block(
+def apply_block(
     element: Element, block: Bytes, index: int, kind: BlockKind, body: Marked | Bytes, use: CodecKernels
 ) -> BlockUndo:
+    """Write one block; the way back. Nothing is checked here."""
     if isinstance(body, Marked):
         write = use.apply_sparse if kind is BlockKind.SPARSE else use.apply_bitmask
         return BlockUndo(index, kind, body.where, write(element, block, body))

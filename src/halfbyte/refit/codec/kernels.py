@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.element import Element
 
-__all__ = ["Classed", "CodecKernels", "Marked", "Room"]
+__all__ = ["Classed", "CodecKernels", "Marked", "Room", "Units"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,16 @@ class Classed:
     values: Bytes
     wide: Bytes
     low: Bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """Changed units (elements of whole bytes) with both values: ``positions`` uint32 [n], ascending; ``old`` and ``new``
+    unsigned integers of a unit's width, [n]."""
+
+    positions: npt.NDArray[np.uint32]
+    old: npt.NDArray[np.unsignedinteger]
+    new: npt.NDArray[np.unsignedinteger]
 
 
 class Room:
@@ -104,6 +115,35 @@ class CodecKernels(Protocol):
 
     def apply_bitmask(self, element: Element, data: Bytes, marked: Marked) -> Bytes:
         """Likewise for a mask."""
+        ...
+
+    def patch_sparse(self, element: Element, data: Bytes, marked: Marked) -> Units:
+        """As ``apply_sparse``, for elements of whole bytes; returns what was written where, and the old values."""
+        ...
+
+    def patch_bitmask(self, element: Element, data: Bytes, marked: Marked) -> Units:
+        """Likewise for a mask."""
+        ...
+
+    def differences(self, unit: int, before: Bytes, after: Bytes, most: int) -> Units | None:
+        """Units of so many bytes that differ; None where there are more than ``most``. At most 2**32 units."""
+        ...
+
+    def put(
+        self,
+        data: Bytes,
+        positions: npt.NDArray[np.uint32],
+        values: npt.NDArray[np.unsignedinteger],
+        expect: npt.NDArray[np.unsignedinteger] | None = None,
+    ) -> int:
+        """Write values into units of ``data``.
+
+        Arguments:
+            expect: values that must be there now.
+        Returns:
+            How many units hold something else than ``expect`` says, then nothing is written; 0 where all was written; -1
+            where a position lies beyond the end, and nothing was written.
+        """
         ...
 
     def apply_xor(self, element: Element, data: Bytes, planes: Bytes) -> None:

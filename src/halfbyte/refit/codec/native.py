@@ -6,11 +6,12 @@ Importing this module raises ImportError where the extension was not built.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from halfbyte.kernels import _native
 from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.element import Element
-from halfbyte.refit.codec.kernels import Classed, Marked, Room
+from halfbyte.refit.codec.kernels import Classed, Marked, Room, Units
 
 __all__ = ["NativeCodec", "instruction_sets"]
 
@@ -82,6 +83,30 @@ class NativeCodec:
     def apply_bitmask(self, element: Element, data: Bytes, marked: Marked) -> Bytes:
         return self._apply(element, data, marked, mask=True)
 
+    def patch_sparse(self, element: Element, data: Bytes, marked: Marked) -> Units:
+        return self._patch(element, data, marked, mask=False)
+
+    def patch_bitmask(self, element: Element, data: Bytes, marked: Marked) -> Units:
+        return self._patch(element, data, marked, mask=True)
+
+    def differences(self, unit: int, before: Bytes, after: Bytes, most: int) -> Units | None:
+        count = _native.refit_count_differing(self._isa, unit, before, after)
+        if count > most:
+            return None
+        units = _units(count, np.dtype(f"<u{unit}"))
+        _native.refit_find_differing(self._isa, unit, before, after, units.positions, units.old, units.new)
+        return units
+
+    def put(
+        self,
+        data: Bytes,
+        positions: npt.NDArray[np.uint32],
+        values: npt.NDArray[np.unsignedinteger],
+        expect: npt.NDArray[np.unsignedinteger] | None = None,
+    ) -> int:
+        held = b"" if expect is None else expect
+        return int(_native.refit_put(self._isa, values.itemsize, data, positions, values, held))
+
     def apply_xor(self, element: Element, data: Bytes, planes: Bytes) -> None:
         _native.refit_apply_xor(self._isa, element.size, data, planes)
 
@@ -149,3 +174,24 @@ class NativeCodec:
             self._isa, _kind(element), mask, data, marked.where, marked.values, marked.wide, marked.changed, old
         )
         return old
+
+    def _patch(self, element: Element, data: Bytes, marked: Marked, *, mask: bool) -> Units:
+        units = _units(marked.changed, element.unsigned)
+        _native.refit_patch(
+            self._isa,
+            _kind(element),
+            mask,
+            data,
+            marked.where,
+            marked.values,
+            marked.wide,
+            marked.changed,
+            units.positions,
+            units.old,
+            units.new,
+        )
+        return units
+
+
+def _units(count: int, kind: np.dtype[np.unsignedinteger]) -> Units:
+    return Units(np.empty(count, np.uint32), np.empty(count, kind), np.empty(count, kind))

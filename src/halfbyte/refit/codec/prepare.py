@@ -16,7 +16,17 @@ from halfbyte.refit.codec.kernels import Classed, CodecKernels, Marked
 from halfbyte.refit.codec.registry import kernels
 from halfbyte.refit.codec.streams import Unpacker
 
-__all__ = ["BlockState", "Body", "Prepared", "block_state", "check_fits", "decode", "prepare"]
+__all__ = [
+    "BlockState",
+    "Body",
+    "Prepared",
+    "block_state",
+    "check_fits",
+    "decode",
+    "decode_block",
+    "misfit",
+    "prepare",
+]
 
 _EMPTY = np.empty(0, np.uint8)
 
@@ -82,11 +92,11 @@ def prepare(
         state = block_state(row, block, audit=audit)
         body = None
         if state is not BlockState.UNCHANGED:
-            body = _decode_block(delta, row, index, element, unpacker, use, where)
+            body = decode_block(delta, row, index, element, unpacker, use, where)
         if isinstance(body, Classed) and state is BlockState.READY:
             body = use.from_classes(element, block, body)
             if body is None:
-                raise _misfit(where, index)
+                raise misfit(where, index)
         states.append(state)
         bodies.append(body if state is BlockState.READY else None)
     return Prepared(delta, tuple(states), tuple(bodies))
@@ -100,7 +110,7 @@ def decode(delta: TensorDelta, *, where: str = "delta", with_kernels: CodecKerne
     """
     use, element, unpacker = with_kernels or kernels(), element_of(delta.dtype), Unpacker()
     return tuple(
-        _decode_block(delta, row, index, element, unpacker, use, where) for index, row in enumerate(delta.rows())
+        decode_block(delta, row, index, element, unpacker, use, where) for index, row in enumerate(delta.rows())
     )
 
 
@@ -123,7 +133,7 @@ def block_state(row: BlockRow, block: Bytes, *, audit: bool = False) -> BlockSta
     return BlockState.READY if found == row.base else BlockState.DONE if found == row.target else BlockState.DAMAGED
 
 
-def _decode_block(
+def decode_block(
     delta: TensorDelta,
     row: BlockRow,
     index: int,
@@ -132,6 +142,11 @@ def _decode_block(
     use: CodecKernels,
     where: str,
 ) -> Body:
+    """Decompress a block's streams and check what can be checked without the weights.
+
+    Raises:
+        RefitError: a damaged stream.
+    """
     kind = row.kind
     if kind is BlockKind.NOOP:
         return None
@@ -151,18 +166,19 @@ def _decode_block(
     elements = min(delta.block, delta.elements - index * delta.block)
     if kind is BlockKind.FILL:
         if element.bits < 8 and streams[0][0] > 15:
-            raise _misfit(where, index)
+            raise misfit(where, index)
         return streams[0]
     if row.coding is Coding.CLASSES:
         return Classed(row.changed, *streams)
     marked = Marked(row.changed, *streams[:3])
     check = use.check_sparse if kind is BlockKind.SPARSE else use.check_bitmask
     if not check(element, marked, elements):
-        raise _misfit(where, index)
+        raise misfit(where, index)
     return marked
 
 
-def _misfit(where: str, index: int) -> RefitError:
+def misfit(where: str, index: int) -> RefitError:
+    """Streams that contradict each other or the base."""
     return RefitError(
         "unusable delta: positions or values that do not fit the block",
         where=f"{where}, block {index}",

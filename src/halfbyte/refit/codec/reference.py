@@ -21,7 +21,7 @@ from halfbyte.refit.codec.integers import (
     store,
     unrank,
 )
-from halfbyte.refit.codec.kernels import Classed, Marked, Room
+from halfbyte.refit.codec.kernels import Classed, Marked, Room, Units
 from halfbyte.refit.codec.reference_classes import from_classes, to_classes, values_agree
 
 __all__ = ["ReferenceCodec"]
@@ -73,6 +73,35 @@ class ReferenceCodec:
     def apply_bitmask(self, element: Element, data: Bytes, marked: Marked) -> Bytes:
         return _apply(element, data, _positions_of_mask(marked.where), marked)
 
+    def patch_sparse(self, element: Element, data: Bytes, marked: Marked) -> Units:
+        return _patch(element, data, positions_of_gaps(marked.where), marked)
+
+    def patch_bitmask(self, element: Element, data: Bytes, marked: Marked) -> Units:
+        return _patch(element, data, _positions_of_mask(marked.where), marked)
+
+    def differences(self, unit: int, before: Bytes, after: Bytes, most: int) -> Units | None:
+        kind = np.dtype(f"<u{unit}")
+        old, new = before.view(kind), after.view(kind)
+        positions = np.flatnonzero(old != new)
+        if positions.size > most:
+            return None
+        return Units(positions.astype(np.uint32), old[positions], new[positions])
+
+    def put(
+        self,
+        data: Bytes,
+        positions: npt.NDArray[np.uint32],
+        values: npt.NDArray[np.unsignedinteger],
+        expect: npt.NDArray[np.unsignedinteger] | None = None,
+    ) -> int:
+        units = data.view(values.dtype)
+        if positions.size and int(positions.max()) >= units.size:
+            return -1
+        wrong = 0 if expect is None else int((units[positions] != expect).sum())
+        if not wrong:
+            units[positions] = values
+        return wrong
+
     def apply_xor(self, element: Element, data: Bytes, planes: Bytes) -> None:
         data ^= planes.reshape(element.size, -1).T.reshape(-1)
 
@@ -115,6 +144,11 @@ def _apply(element: Element, data: Bytes, positions: npt.NDArray[np.int64], mark
     if element.bits == 4:
         store(element, data, elements)
     return old.view(np.uint8)
+
+
+def _patch(element: Element, data: Bytes, positions: npt.NDArray[np.int64], marked: Marked) -> Units:
+    old = _apply(element, data, positions, marked).view(element.unsigned)
+    return Units(positions.astype(np.uint32), old, elements_of(element, data)[positions])
 
 
 def _put(element: Element, data: Bytes, positions: npt.NDArray[np.int64], old: Bytes) -> None:
