@@ -94,8 +94,8 @@ class PassRecord:
         if count == 0:
             return
         parts = [
-            (payload.codes.reshape(count, -1), field.start),
-            (payload.scales.reshape(count, -1), field.scales_at),
+            (payload.codes, field.start),
+            (payload.scales, field.scales_at),
             (global_source(payload.global_scale, field.place.spec, count, field.place.rows), field.global_at),
         ]
         if tokens is None:

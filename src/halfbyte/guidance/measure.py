@@ -83,8 +83,11 @@ class Observer:
         key = (guide.layer, guide.site)
         if key in self.found or self.tokens == 0:
             return
-        guided = guide.guided if guide.guided.dim() == 1 else guide.guided.flatten(1).all(dim=1)
-        rows = guided.nonzero().view(-1)[: self.tokens]
+        rows = _guided_rows(guide.guided[: 2 * self.tokens])[
+            : self.tokens
+        ]  # mostly there, and found without reading all
+        if len(rows) < self.tokens:
+            rows = _guided_rows(guide.guided)[: self.tokens]
         if len(rows):
             self.found[key] = _compare(self.kernels, x.detach()[rows], guide.select(rows), self.thorough)
 
@@ -149,6 +152,10 @@ def _compare(kernels: Kernels, x: Tensor, guide: Guide, thorough: bool) -> Compa
     out.error = float((kernels.dequantise(own) - wanted).double().square().sum())
     out.size = float(wanted.double().square().sum())
     return out
+
+
+def _guided_rows(guided: Tensor) -> Tensor:
+    return (guided if guided.dim() == 1 else guided.flatten(1).all(dim=1)).nonzero().view(-1)
 
 
 def _same(own: QuantTensor, payload: Payload) -> bool:

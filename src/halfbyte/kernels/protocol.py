@@ -65,7 +65,7 @@ class Kernels(Protocol):
         ...
 
     def store_parts(self, rows: Tensor, slots: Tensor, parts: Sequence[RowPart]) -> None:
-        """Writes ``parts``, each (source [T, n], first byte), into ``rows [S, bytes]`` uint8 at ``slots [T]`` int64; a uint8
+        """Writes ``parts``, each (source [T, ...], first byte), into ``rows [S, bytes]`` uint8 at ``slots [T]`` int64; a uint8
         source is copied, of a float32 source (powers of two) the exponents are stored."""
         ...
 

@@ -25,11 +25,11 @@ def store_parts(rows: Tensor, slots: Tensor, parts: Sequence[RowPart]) -> None:
     """See :func:`halfbyte.kernels.reference.guidance_rows.store_parts`."""
     check_parts(rows, slots, parts)
     _require_contiguous(rows)
-    slots = slots.contiguous()
+    slots, count = slots.contiguous(), max(1, len(slots))
     held = [(source.contiguous(), start) for source, start in parts]
     _native.store_parts(
         rows.data_ptr(), rows.shape[1], slots.data_ptr(), len(slots),
-        [(source.data_ptr(), start, source.shape[1], source.dtype != torch.uint8) for source, start in held],
+        [(source.data_ptr(), start, source.numel() // count, source.dtype != torch.uint8) for source, start in held],
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Rows of guidance, one a token: what a pass recorded, stored at the tokens' slots, and codes read out of KV pages.
 
-A part of a row is (source, first byte). A uint8 source [T, n] is copied; of a float32 source [T, n], powers of two, the exponent
-is stored, biased by 127, one byte a number.
+A part of a row is (source, first byte). A uint8 source [T, ...] is copied; of a float32 source [T, ...], powers of two, the
+exponent is stored, biased by 127, one byte a number.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def check_parts(rows: Tensor, slots: Tensor, parts: Sequence[RowPart]) -> None:
             f"slots {int(slots.min())}..{int(slots.max())}", where="store_parts", expected=f"0..{len(rows) - 1}"
         )
     for source, start in parts:
-        fits = source.dim() == 2 and len(source) == len(slots) and 0 <= start <= rows.shape[1] - source.shape[1]
+        fits = source.dim() > 0 and len(source) == len(slots)
+        fits = fits and 0 <= start <= rows.shape[1] - source.numel() // max(1, len(slots))
         if not fits or source.dtype not in (torch.uint8, torch.float32):
             raise ShapeError(
                 f"a part {tuple(source.shape)} {source.dtype} at byte {start}",
                 where="store_parts",
-                expected=f"[{len(slots)}, n] uint8 or float32 within rows of {rows.shape[1]} bytes",
+                expected=f"[{len(slots)}, ...] uint8 or float32 within rows of {rows.shape[1]} bytes",
             )
 
 
@@ -53,8 +54,9 @@ def store_parts(rows: Tensor, slots: Tensor, parts: Sequence[RowPart]) -> None:
     """
     check_parts(rows, slots, parts)
     for source, start in parts:
-        stored = source if source.dtype == torch.uint8 else (source.contiguous().view(torch.int32) >> 23).byte()
-        rows[slots, start : start + source.shape[1]] = stored
+        flat = source.reshape(len(slots), source.numel() // max(1, len(slots)))
+        stored = flat if flat.dtype == torch.uint8 else (flat.contiguous().view(torch.int32) >> 23).byte()
+        rows[slots, start : start + flat.shape[1]] = stored
 
 
 def check_read(layer: KvLayer, slots: Tensor, bits: PayloadBits, rows: Tensor, start: int) -> None:
