@@ -150,7 +150,7 @@ class AlignmentConfig(Section):
     """
 
     method: Text = "trace"
-    bits: Literal[1, 2, 4] = 4
+    bits: Literal[1, 2, 4] = 1
     sites: tuple[Literal["expert_in", "expert_mid", "linear_in", "k", "v"], ...] = (
         "expert_in",
         "expert_mid",
