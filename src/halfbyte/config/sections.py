@@ -114,7 +114,7 @@ class LearnerConfig(Section):
     clip_norm: Positive | None = 1.0
     epochs: Count = 1
     minibatches: Count = 1
-    activation_memory_mb: Positive = 1024.0
+    activation_memory_mb: Positive = 512.0
     max_tokens_per_microbatch: Count | None = None
     packing: bool = True
     activation_checkpointing: bool = False
