@@ -114,7 +114,7 @@ class LearnerConfig(Section):
     clip_norm: Positive | None = 1.0
     epochs: Count = 1
     minibatches: Count = 1
-    activation_memory_mb: Positive = 512.0
+    activation_memory_mb: Positive = 256.0
     max_tokens_per_microbatch: Count | None = None
     packing: bool = True
     activation_checkpointing: bool = False
@@ -160,7 +160,7 @@ class AlignmentConfig(Section):
     )
     layers: Text = "all"
     bytes_per_token: Positive | None = None
-    memory_mb: NotNegative = 1024.0
+    memory_mb: NotNegative = 256.0
     max_version_lag: Natural = 0
     measured_tokens: Natural = 64
 
