@@ -87,6 +87,8 @@ def test_vllm_49949_a_split_that_fits_is_written(tmp_path: Path, ranks: int) -> 
     arch = replace(DENSE, hidden_size=192, n_heads=12, n_kv_heads=12)
     source = save(tmp_path / "model", arch)
     quantize_model(str(source), tmp_path / "fp4", style="modelopt", kind="w4a4", tensor_parallel=ranks)
+    codes = load_checkpoint(tmp_path / "fp4").codes
+    assert codes["model.layers.0.mlp.down_proj.weight"].shape[1] % (16 * ranks) == 0
 
 
 def test_vllm_49949_a_tensor_parallel_split_that_cuts_a_group_is_refused(tmp_path: Path) -> None:
