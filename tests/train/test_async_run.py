@@ -180,6 +180,16 @@ def test_old_tokens_are_not_diagnosed_and_their_gap_is_told_apart(
         assert row["parity/max_gap"] == 0.0
 
 
+def test_rewards_rise_two_updates_behind(policy_folder: Path, tmp_path: Path, reward_module: str) -> None:
+    out = tmp_path / "run"
+    sets = {"train__steps": 20, "objective__correction": "token_tis", "train__checkpoint_every": 0}
+    assert run(config(policy_folder, out, reward_module, 2, "partial", **sets)) == 0
+    rewards = [row["reward/mean"] for row in train_rows(out)]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.3
+    assert np.mean([row["stale/mean"] for row in train_rows(out)]) > 0.5, "what it learnt from was old"
+    check_every_group_once(out, 20)
+
+
 def test_an_uncorrected_run_says_so_once(
     policy_folder: Path, tmp_path: Path, reward_module: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,7 +215,7 @@ def killed(out: Path, path: Path, lines: int, wait: float, how: int = signal.SIG
 
 
 @pytest.mark.parametrize("mode", ["between", "beside"])
-@pytest.mark.parametrize("attempt", range(2))
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 10))])
 def test_kill_9_at_a_random_point_of_a_run_with_batches_ahead(
     mode: str, attempt: int, policy_folder: Path, tmp_path: Path, reward_module: str
 ) -> None:
@@ -222,14 +232,16 @@ def test_kill_9_at_a_random_point_of_a_run_with_batches_ahead(
     check_every_group_once(out, 6)
 
 
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 10))])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_partial_run_that_was_stopped_trains_on_every_group_once(
-    how: int, policy_folder: Path, tmp_path: Path, reward_module: str
+    how: int, attempt: int, policy_folder: Path, tmp_path: Path, reward_module: str
 ) -> None:
     out, path = tmp_path / "killed", tmp_path / "config.json"
     mine = config(policy_folder, out, reward_module, 2, "partial", train__steps=8, train__checkpoint_every=2)
     path.write_text(json.dumps(mine.to_json()))
-    code = killed(out, path, 4, 0.1, how)
+    rng = random.Random(f"{how} {attempt}")
+    code = killed(out, path, rng.randrange(4, 7), rng.random() * 0.3, how)
     if (out / "summary.json").exists():
         pytest.skip("finished before the signal")
     assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)
