@@ -161,6 +161,25 @@ def test_guidance_of_older_weights_is_used_as_far_as_allowed(
         assert [row.get("align/stale", 0.0) for row in rows] == unguided
 
 
+def test_a_plan_that_is_chosen_on_the_way_guides_later_batches(
+    policy_folder: Path, tmp_path: Path, reward_module: str
+) -> None:
+    """``alignment.layers = auto``: batches in flight keep the plan they were recorded by, or are recorded anew."""
+    auto = {"alignment__layers": "auto", "alignment__bytes_per_token": 60.0, "alignment__max_version_lag": 1}
+    sizes = {}
+    for mode in ("between", "beside", "partial"):
+        out = tmp_path / mode
+        assert run(config(policy_folder, out, reward_module, 1, mode, **auto)) == 0
+        sizes[mode] = [row["align/bytes_per_token"] for row in train_rows(out)]
+        check_every_group_once(out, 4)
+    assert_same_run(tmp_path / "between", tmp_path / "beside")
+    wide, narrow = sizes["between"][0], sizes["between"][-1]
+    assert narrow < wide
+    assert sizes["between"] == [wide] * 2 + [narrow] * 2, "a batch was in flight when it was chosen"
+    assert sizes["partial"][0] == wide
+    assert sizes["partial"][-1] == narrow
+
+
 def test_old_tokens_are_not_diagnosed_and_their_gap_is_told_apart(
     policy_folder: Path, tmp_path: Path, reward_module: str
 ) -> None:

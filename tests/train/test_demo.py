@@ -12,6 +12,7 @@ from halfbyte.config import load_config
 from halfbyte.models.trajectory import Trajectory
 from halfbyte.train import run
 from halfbyte.train.rollouts import LocalRollouts
+from halfbyte.train.run_folder import RunFolder
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.toml"
 
@@ -33,6 +34,19 @@ def test_demo_gains_at_least_20_points(seed: int, tmp_path: Path) -> None:
     gain = got["accuracy_after"] - got["accuracy_before"]
     assert gain >= (0.30 if seed == 0 else 0.20)
     assert got["k3_kl"] < 0.01
+
+
+@pytest.mark.slow
+def test_two_updates_behind_it_still_learns(tmp_path: Path) -> None:
+    """Issue #9: partial rollouts beside the learner, k = 2, at a third of the demo's rate, on a third of its prompts."""
+    sets = "rollout.prompts_per_step=24 learner.schedule=constant learner.lr=1e-4 objective.correction=token_tis "
+    sets += "rollout.staleness=2 rollout.overlap=true rollout.in_flight=true rollout.partial=true"
+    got = summary(tmp_path / "run", *sets.split(), "train.steps=40", "train.threads=1", "eval.every=0")
+    assert got["accuracy_after"] > got["accuracy_before"] + 0.08
+    rows = [row for row in RunFolder(tmp_path / "run").rows() if row["kind"] == "train"]
+    assert max(row["stale/max"] for row in rows) == 2
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.04
 
 
 @pytest.mark.slow
