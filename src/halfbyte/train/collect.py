@@ -16,7 +16,7 @@ from halfbyte.envs import Environment, Episode, Prompt, Turn
 from halfbyte.errors import DataError
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.models.trajectory import SamplingParams, Trajectory
-from halfbyte.rollout.engine import Engine
+from halfbyte.rollout.protocol import TokenEngine
 from halfbyte.rollout.request import Request, request_key
 
 __all__ = ["collect", "encode_prompt", "play", "prompt_keys"]
@@ -69,7 +69,7 @@ def prompt_keys(key: Sequence[object], prompts: Sequence[Prompt]) -> tuple[int, 
 
 
 def collect(
-    engine: Engine,
+    engine: TokenEngine,
     environment: Environment,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
@@ -100,7 +100,7 @@ def collect(
 
 
 def play(
-    engine: Engine,
+    engine: TokenEngine,
     environment: Environment,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
@@ -163,7 +163,7 @@ def _cut(t: Trajectory) -> None:
     t.info = {**t.info, "correct": False}
 
 
-def _next_request(sample: _Live, turn: Turn, tokenizer: Tokenizer, engine: Engine) -> Request | None:
+def _next_request(sample: _Live, turn: Turn, tokenizer: Tokenizer, engine: TokenEngine) -> Request | None:
     """The next turn, or None when the context is full."""
     t = sample.trajectory
     observation = tokenizer.encode(turn.observation or "")

@@ -181,7 +181,7 @@ def _routes(value: object, where: str) -> npt.NDArray[np.int16] | None:
     if value is None:
         return None
     try:
-        found = np.load(io.BytesIO(base64.b64decode(str(value), validate=True)), allow_pickle=False)
+        found = np.lib.format.read_array(io.BytesIO(base64.b64decode(str(value), validate=True)), allow_pickle=False)
     except (ValueError, OSError, EOFError, binascii.Error) as error:
         raise VllmError(f"routed experts that cannot be read: {error}", where=where) from error
     if (

@@ -97,6 +97,11 @@ class VllmEngine:
         """The weight version that the next token will be stamped with; 0 before the first update."""
         return 0 if self.stamp is None else self.stamp.version
 
+    @property
+    def requests_in_flight(self) -> int:
+        """Requests that are on the server now."""
+        return self._in_flight
+
     # ---- generation
 
     def generate(
@@ -211,6 +216,7 @@ class VllmEngine:
             self._gate.wait_for(lambda: not self._closed)
             self._require_healthy()
             self._in_flight += 1
+            self._gate.notify_all()
         try:
             yield
         finally:
@@ -246,65 +252,62 @@ class VllmEngine:
                 generates no more.
         """
         self._require_healthy()
-        self._close_gate()
+        with self._closed_gate():
+            try:
+                started = time.perf_counter()
+                self._take(stamp)
+                pause = time.perf_counter() - started
+                self._updates += 1
+                due = self.verify_every and (self._updates == 1 or self._updates % self.verify_every == 0)
+                done = verify(self.client, self.probes) if due else None
+                return Updated(stamp, pause, done, tuple(self.client.rpc("halfbyte_last")))
+            except VllmError as error:
+                self._give_up()
+                raise WrongWeightsError(
+                    f"the update to version {stamp.version} broke off: {error.what}",
+                    where=error.where,
+                    fix="start the server again; its log says more",
+                ) from error
+            except WrongWeightsError:
+                self._give_up()
+                raise
+
+    @contextmanager
+    def _closed_gate(self) -> Iterator[None]:
+        """Meanwhile no request passes, and none is in flight: those that were have ended with the tokens they had."""
+        with self._gate:
+            self._closed = True
         try:
-            started = time.perf_counter()
-            self._take(stamp)
-            pause = time.perf_counter() - started
-            self._updates += 1
-            due = self.verify_every and (self._updates == 1 or self._updates % self.verify_every == 0)
-            done = self._verified() if due else None
-            return Updated(stamp, pause, done, tuple(self.client.rpc("halfbyte_last")))
-        except WrongWeightsError:
-            self._give_up()
-            raise
+            self.client.pause("abort")
+            with self._gate:
+                while not self._gate.wait_for(lambda: self._in_flight == 0, 0.2):
+                    self.client.pause("abort")  # for one that reached the paused server after the first
+            yield
         finally:
             with self._gate:
                 self._closed = False
                 self._gate.notify_all()
 
-    def _close_gate(self) -> None:
-        """No request passes from now on; those in flight end with what they have."""
-        with self._gate:
-            self._closed = True
-        self.client.pause("abort")
-        with self._gate:
-            while not self._gate.wait_for(lambda: self._in_flight == 0, 0.2):
-                self.client.pause("abort")  # for one that reached the paused server after the first
-
     def _take(self, stamp: Stamp) -> None:
         before = self._held()
+        self.client.start_update()
         try:
-            self.client.start_update()
             self.client.update({"version": stamp.version, "state": stamp.state})
-            self.client.finish_update(stamp.version)
-            self.client.reset_prefix_cache()
         except VllmError as error:
-            with suppress(VllmError):
-                if self._held() == before and before is not None:
-                    self.client.resume()
-                    raise RefitError(
-                        f"the server refused version {stamp.version} and serves the version it had: {error.what}",
-                        where=self.client.url,
-                    ) from error
-            raise WrongWeightsError(
-                f"the update to version {stamp.version} failed half-way: {error.what}",
+            if before is None or self._held() != before:
+                raise
+            self.client.resume()
+            raise RefitError(
+                f"the server refused version {stamp.version} and serves the version it had: {error.what}",
                 where=self.client.url,
-                fix="start the server again; its log says more",
             ) from error
+        self.client.finish_update(stamp.version)
+        self.client.reset_prefix_cache()
         held = self._held()
         if held != (stamp.run, stamp.version, stamp.state):
             raise WrongWeightsError(f"the server holds {held}", where=self.client.url, expected=str(stamp))
         self.stamp = stamp
         self.client.resume()
-
-    def _verified(self) -> Verification:
-        try:
-            return verify(self.client, self.probes)
-        except VllmError as error:
-            raise WrongWeightsError(
-                f"the weights could not be verified: {error.what}", where=error.where, fix=error.fix
-            ) from error
 
     def _give_up(self) -> None:
         self.healthy = False

@@ -46,12 +46,16 @@ class Loads(Protocol):
 
 
 class ModelTarget:
-    """See the module's docstring, and :class:`~halfbyte.refit.target.Target` for the calls."""
+    """See the module's docstring, and :class:`~halfbyte.refit.target.Target` for the calls.
+
+    Attributes:
+        whole: False where a commit failed and the way back did, too: the model is between two versions.
+    """
 
     survives = False
 
     def __init__(self, host: ArraysTarget, model: Loads) -> None:
-        self.host, self.model = host, model
+        self.host, self.model, self.whole = host, model, True
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """Checkpoint names, dtypes and shapes."""
@@ -74,13 +78,17 @@ class ModelTarget:
 
     def commit(self, update: Update) -> None:
         """Patch the host's tensors and load the layers they belong to."""
+        self.whole = False
         self.host.commit(update)
         self.model.load([change.name for change in update.changes])
+        self.whole = True
 
     def rollback(self, update: Update) -> None:
         """The same with the old values."""
+        self.whole = False
         self.host.rollback(update)
         self.model.load([change.name for change in update.changes])
+        self.whole = True
 
     def resume(self) -> None:
         """The caller resumes the scheduler, and resets its prefix cache before."""

@@ -60,20 +60,28 @@ class TransferEngine:
     parallel_config: Any
     subscriber: Subscriber | None = None
     served: ServedModel | None = None
+    target: ModelTarget | None = None
     last: Refit | None = None
+    opened: bool = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Read the checkpoint that the server was started from to the host, and follow the store.
 
+        A server that served another run goes back to that checkpoint first: its weights may be anything.
+
         Raises:
             RefitError: the store cannot be opened.
         """
+        store = open_store(init_info.store, **init_info.options)
         host = self.checkpoint()
-        target = ArraysTarget(host, make=ModuleLoader(None).make)
         self.served = ServedModel(self.model, self.model_config, host)
+        self.target = ModelTarget(ArraysTarget(host, make=ModuleLoader(None).make), self.served)
+        if self.opened:
+            self.served.load(list(host))
+        self.opened = True
         self.subscriber = Subscriber(
-            open_store(init_info.store, **init_info.options),
-            ModelTarget(target, self.served),
+            store,
+            self.target,
             name=f"{init_info.name}-{getattr(self.parallel_config, 'rank', 0)}",
             run=init_info.run,
         )
@@ -110,12 +118,14 @@ class TransferEngine:
 
     def shutdown(self) -> None:
         """Let go of host and store."""
-        self.subscriber = self.served = None
+        self.subscriber = self.served = self.target = None
 
     @property
     def held(self) -> Stamp | None:
-        """The version that is served, where a refit has told."""
-        return None if self.subscriber is None else self.subscriber.held
+        """The version that is served; None where no refit has told, or the model is between two versions."""
+        if self.subscriber is None or self.target is None or not self.target.whole:
+            return None
+        return self.subscriber.held
 
     def damaged(self) -> dict[str, tuple[int, ...]]:
         """Host tensors whose bytes are not those of the version held -> the blocks."""
