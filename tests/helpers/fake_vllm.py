@@ -89,7 +89,7 @@ class FakeVllm:
         hold: samples wait after so many tokens until they are aborted.
         stale: tensors that a load leaves as they were. break_loads: so many loads fail at their end.
         twist: what an exchange does not show in weights: added to the logits of the served model.
-        masks: return what filters kept.
+        masks: return what filters kept. chunked: prompts may be cut.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], *, max_length: int = 256) -> None:
@@ -102,7 +102,7 @@ class FakeVllm:
         self.headers: dict[str, str] = {}
         self.script: dict[str, list[int | Callable[[Any], None]]] = {}
         self.extension, self.protocol, self.dtype, self.backend = True, PROTOCOL, "bfloat16", "halfbyte"
-        self.raw, self.masks, self.hold, self.twist = False, False, 0, 0.0
+        self.raw, self.masks, self.hold, self.twist, self.chunked = False, False, 0, 0.0, False
         self.stale: set[str] = set()
         self.break_loads = 0
         self.transfer = FakeTransfer(self)
@@ -216,6 +216,7 @@ class FakeVllm:
         held = self.transfer.held or SimpleNamespace(run=None, version=None, state=None)
         return {
             "protocol": self.protocol, "vllm": "0.32.0", "dtype": self.dtype, "quantization": None,
+            "device": "cpu", "chunked_prefill": self.chunked,
             "backend": self.backend, "run": held.run, "version": held.version, "state": held.state, "rank": 0,
         }  # fmt: skip
 

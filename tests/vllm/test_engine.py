@@ -116,6 +116,12 @@ def test_the_precision_is_what_the_server_runs(fake: FakeVllm, arch: Architectur
     assert engine(fake, arch, precision=PRESETS["fp32"]).precision.name == "fp32"
 
 
+def test_a_cpu_server_that_would_die_of_a_seed_is_refused(fake: FakeVllm, arch: Architecture) -> None:
+    fake.chunked = True
+    with pytest.raises(VllmError, match="--no-enable-chunked-prefill"):
+        engine(fake, arch)
+
+
 def test_another_protocol_is_refused(fake: FakeVllm, arch: Architecture) -> None:
     fake.protocol = 2
     with pytest.raises(VllmError, match="speaks protocol 2"):

@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not Path(PYTHON).exists(), reason="no environment with vLLM: make test-vllm"),
 ]
-FLAGS = ("--max-num-seqs", "256", "--skip-tokenizer-init")
+FLAGS = ("--max-num-seqs", "256", "--skip-tokenizer-init", "--distributed-executor-backend", "uni")
 
 
 def server(model: Path, log: Path, *extra: str) -> VllmServer:
@@ -50,6 +50,7 @@ def server(model: Path, log: Path, *extra: str) -> VllmServer:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with "uni" the worker lives in the engine's process
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'helpers'}",
     }

@@ -96,7 +96,7 @@ def test_exactly_goes_nowhere_else(training: Any) -> None:
 
 
 def test_a_handshake_is_read_back_and_checked() -> None:
-    hand = Handshake(1, "0.32.0", "bfloat16", None, "halfbyte", "run", 3, "ab", 0)
+    hand = Handshake(1, "0.32.0", "bfloat16", None, "cpu", False, "halfbyte", "run", 3, "ab", 0)
     assert Handshake.from_json(hand.to_json(), "there") == hand
     for wrong in (
         None,

@@ -333,6 +333,12 @@ class VllmEngine:
             expected = {"bfloat16": PRESETS["bf16"], "float32": PRESETS["fp32"]}.get(worker.dtype)
             if worker.quantization is None and expected is not None:
                 require_same(expected, self.precision, where=f"{self.client.url} runs {worker.dtype}")
+            if worker.device == "cpu" and worker.chunked_prefill:
+                raise VllmError(
+                    "on CPUs vLLM's engine dies when it cuts the prompt of a request that has a seed",
+                    where=self.client.url,
+                    expected="--no-enable-chunked-prefill",
+                )
         return workers
 
     def _require_healthy(self) -> None:

@@ -27,6 +27,8 @@ class Handshake:
         vllm: its version.
         dtype: of activations and weights, such as ``bfloat16``.
         quantization: vLLM's name of the checkpoint's quantisation; None for plain weights.
+        device: ``cpu``, ``cuda``, ...
+        chunked_prefill: whether prompts may be cut over steps.
         backend: the weight transfer backend it was started with; None without.
         run, version, state: the weights held; None until a refit told.
         rank: of the worker.
@@ -36,6 +38,8 @@ class Handshake:
     vllm: str
     dtype: str
     quantization: str | None
+    device: str
+    chunked_prefill: bool
     backend: str | None
     run: str | None
     version: int | None
@@ -53,10 +57,11 @@ class Handshake:
         Raises:
             VllmError: not a handshake, or one of another protocol.
         """
-        kinds = {
-            "protocol": (int,), "vllm": (str,), "dtype": (str,), "quantization": (str, type(None)),
-            "backend": (str, type(None)), "run": (str, type(None)), "version": (int, type(None)),
-            "state": (str, type(None)), "rank": (int,),
+        text, number, nothing = (str,), (int,), type(None)
+        kinds: dict[str, tuple[type, ...]] = {
+            "protocol": number, "vllm": text, "dtype": text, "quantization": (str, nothing), "device": text,
+            "chunked_prefill": (bool,), "backend": (str, nothing), "run": (str, nothing), "version": (int, nothing),
+            "state": (str, nothing), "rank": number,
         }  # fmt: skip
         if not isinstance(data, Mapping) or "protocol" not in data:
             raise VllmError(
@@ -70,6 +75,6 @@ class Handshake:
                 fix="install the same halfbyte in vLLM's environment as beside the trainer",
             )
         for name, kind in kinds.items():
-            if not isinstance(data.get(name), kind) or isinstance(data.get(name), bool):
+            if type(data.get(name)) not in kind:
                 raise VllmError(f"the worker says {name} = {data.get(name)!r}", where=where)
         return cls(**{name: data[name] for name in kinds})

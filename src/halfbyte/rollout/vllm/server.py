@@ -30,6 +30,7 @@ def arguments(model: str, *, port: int, max_length: int | None = None, host: str
         "--generation-config", "vllm",
         "--enable-scale-out",
         "--enforce-eager",
+        "--no-enable-chunked-prefill",
         "--worker-extension-cls", EXTENSION,
         "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}',
     ]  # fmt: skip

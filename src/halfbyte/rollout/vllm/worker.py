@@ -34,6 +34,8 @@ class Extension:
             vllm=str(vllm.__version__),
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             quantization=config.model_config.quantization,
+            device=str(config.device_config.device_type),
+            chunked_prefill=bool(config.scheduler_config.enable_chunked_prefill),
             backend=None if config.weight_transfer_config is None else config.weight_transfer_config.backend,
             run=None if held is None else held.run,
             version=None if held is None else held.version,
