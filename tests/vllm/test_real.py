@@ -9,12 +9,14 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_run import small_config
 
 from halfbyte.config import load_config
 from halfbyte.errors import RefitError
@@ -45,16 +47,18 @@ pytestmark = [
 FLAGS = ("--max-num-seqs", "256", "--skip-tokenizer-init", "--distributed-executor-backend", "uni")
 
 
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with "uni" the worker lives in the engine's process
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'helpers'}",
+}
+
+
 def server(model: Path, log: Path, *extra: str) -> VllmServer:
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with "uni" the worker lives in the engine's process
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'helpers'}",
-    }
-    return VllmServer(PYTHON, str(model), log, extra=[*FLAGS, *extra], environment=environment)
+    return VllmServer(PYTHON, str(model), log, extra=[*FLAGS, *extra], environment=ENVIRONMENT)
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +296,42 @@ def test_ten_steps_of_reinforcement_learning(
     print(
         f"another process from files: {len(answers.ids)} log-probs bit-equal, {len(checksums[0]['checksums'])} digests equal"
     )
+
+
+def test_a_run_starts_a_server_of_its_own_with_experts_that_are_padded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Width 48 is no multiple of 32: vLLM pads it on the first load and cannot load it a second time by itself."""
+    held, _ = open_model("tiny")
+    arch = replace(held.architecture, moe_intermediate_size=48)
+    cut = {n: t[:, :48] if "down_proj" in n else t[:48] if ".experts." in n else t for n, t in held.tensors.items()}
+    tensors = {name: tensor.bfloat16().contiguous() for name, tensor in cut.items()}
+    save_checkpoint(tmp_path / "model", arch, tensors, tokenizer_from=held.tokenizer_path)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    seen: list[Updated] = []
+    update = VllmEngine.update
+    monkeypatch.setattr(VllmEngine, "update", lambda engine, stamp: seen.append(update(engine, stamp)) or seen[-1])
+    config = small_config(
+        tmp_path / "model",
+        tmp_path / "run",
+        precision="bf16",
+        alignment__method="none",
+        env__name="arithmetic:sort",
+        rollout__backend="vllm",
+        rollout__python=PYTHON,
+        rollout__server_arguments=FLAGS,
+        rollout__max_tokens=16,
+        rollout__prompts_per_step=32,
+        rollout__samples_per_prompt=8,
+        learner__lr=1e-3,
+        train__steps=3,
+        train__threads=1,
+    )
+    assert run(config) == 0
+    assert [done.verification is not None for done in seen] == [True] * len(seen)
+    assert len(seen) > 1, "some step had a signal"
+    assert "Application startup complete" in (tmp_path / "run" / "vllm.log").read_text()
 
 
 def _model(weights: Path, tmp_path: Path) -> Path:

@@ -51,6 +51,10 @@ class ServedModel:
         names = whole_groups(changed, self.host)
         if not names:
             return
+        if padded := list(_padded(self.model)):
+            names = list(self.host)
+            for layer, shapes in padded:
+                _unpad(layer, shapes)
         with _processed(self.model) as layers:
             initialize_layerwise_reload(self.model)
             try:
@@ -62,6 +66,29 @@ class ServedModel:
             finalize_layerwise_reload(self.model, self.model_config)
         for layer in layers:
             self.repack(layer)
+
+
+def _padded(model: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Experts whose parameters were padded when they were prepacked, with the shapes that a load fills."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        if isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
+            loaded = {name: meta.shape for name, meta in get_layerwise_info(layer).restore_metadata[0].items()}
+            if any(getattr(layer, name).shape != shape for name, shape in loaded.items() if hasattr(layer, name)):
+                yield layer, loaded
+
+
+def _unpad(layer: Any, shapes: Mapping[str, Any]) -> None:
+    """Give a layer parameters of the loaded shape: the reload copies into what it finds. All of them are loaded next."""
+    import torch
+
+    for name, shape in shapes.items():
+        old = getattr(layer, name, None)
+        if old is not None and old.shape != shape:
+            empty = torch.empty(shape, dtype=old.dtype, device=old.device)
+            setattr(layer, name, torch.nn.Parameter(empty, requires_grad=False))
 
 
 @contextmanager
