@@ -315,6 +315,7 @@ def test_a_run_starts_a_server_of_its_own_with_experts_that_are_padded(
     config = small_config(
         tmp_path / "model",
         tmp_path / "run",
+        "count_ones:ones",
         precision="bf16",
         alignment__method="none",
         env__name="arithmetic:sort",

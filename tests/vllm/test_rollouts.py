@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import count_ones
 import pytest
 import torch
 from fake_vllm import FakeVllm
@@ -38,24 +38,15 @@ def tiny() -> Iterator[FakeVllm]:
     it.close()
 
 
-#: Every group has a signal, whatever the fake samples.
-REWARD = """
-def ones(*, response, **_):
-    return response.count("1") / 8
-"""
-
-
 def config(out: Path, url: str, reward: str | None = None, **sets: Any) -> Config:
     return small_config(Path("tiny"), out, reward, **(SETS | {"rollout__url": url, "eval__prompts": 2} | sets))
 
 
 @pytest.fixture
-def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "rewards_for_vllm.py").write_text(REWARD)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    monkeypatch.delitem(sys.modules, "rewards_for_vllm", raising=False)
-    return "rewards_for_vllm:ones"
+def reward(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Functions are called in processes of their own, which have to find the module."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(count_ones.__file__).parent), prepend=":")
+    return "count_ones:ones"
 
 
 def test_a_run_trains_the_server_with_it_and_goes_on(tiny: FakeVllm, tmp_path: Path, reward: str) -> None:
