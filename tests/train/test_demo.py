@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from halfbyte.config import load_config
+from halfbyte.models.trajectory import Trajectory
 from halfbyte.train import run
+from halfbyte.train.rollouts import LocalRollouts
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.toml"
 
@@ -36,20 +38,17 @@ def test_demo_gains_at_least_20_points(seed: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_shuffled_rewards_teach_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: the same run with rewards handed to the wrong samples of their group gains less than 10 points."""
-    from halfbyte.train import trainer
+    real = LocalRollouts.take
 
-    real = trainer.collect
+    def shuffled(self: LocalRollouts, number: int) -> list[Trajectory]:
+        out = real(self, number)
+        for group in {t.group for t in out}:
+            members = [t for t in out if t.group == group]
+            rewards = [t.reward for t in members]
+            for t, reward in zip(members, rewards[3:] + rewards[:3]):
+                t.reward = reward
+        return out
 
-    def shuffled(*args: object, **kwargs: object) -> list[object]:
-        out = real(*args, **kwargs)  # type: ignore[arg-type]
-        if kwargs["key"][0] == "train":  # type: ignore[index]
-            for group in {t.group for t in out}:
-                members = [t for t in out if t.group == group]
-                rewards = [t.reward for t in members]
-                for t, reward in zip(members, rewards[3:] + rewards[:3]):
-                    t.reward = reward
-        return out  # type: ignore[return-value]
-
-    monkeypatch.setattr(trainer, "collect", shuffled)
+    monkeypatch.setattr(LocalRollouts, "take", shuffled)
     got = summary(tmp_path / "run", "train.steps=100", "eval.every=0")
     assert got["accuracy_after"] - got["accuracy_before"] < 0.10

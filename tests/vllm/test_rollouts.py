@@ -80,6 +80,7 @@ def test_wrong_weights_end_the_run(tiny: FakeVllm, tmp_path: Path, reward: str) 
     [
         ({"rollout__url": None}, "needs url"),
         ({"rollout__python": "python3"}, "needs url"),
+        ({"rollout__overlap": True}, "when it is submitted"),
         ({"rollout__backend": "local"}, 'need backend = "vllm"'),
     ],
 )

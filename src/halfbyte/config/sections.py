@@ -111,6 +111,8 @@ class RolloutConfig(Section):
             raise ValueError("in_flight needs overlap = true: without it no sample is in flight while weights change")
         if self.backend == "vllm" and (self.url is None) == (self.python is None):
             raise ValueError('backend = "vllm" needs url (a running server) or python (to start one)')
+        if self.backend == "vllm" and self.overlap:
+            raise ValueError('overlap needs backend = "local": a vLLM server plays a batch when it is submitted')
         if self.backend != "vllm" and (self.url or self.python or self.server_arguments or self.store):
             raise ValueError('url, python, server_arguments and store need backend = "vllm"')
         if self.partial and not self.in_flight:
