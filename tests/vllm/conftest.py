@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,24 @@ from halfbyte.refit.store import FilesystemStore
 @pytest.fixture(scope="session")
 def arch() -> Architecture:
     return replace(open_model("tiny")[0].architecture, max_positions=64)
+
+
+@pytest.fixture
+def over_http(tmp_path: Path) -> Iterator[str]:
+    """Address at which any static file server shows ``tmp_path``."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            """Say nothing."""
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
+    http.daemon_threads = True
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield f"http://127.0.0.1:{http.server_address[1]}"
+    http.shutdown()
+    http.server_close()
+    thread.join()
 
 
 class Training:

@@ -151,6 +151,13 @@ def test_updates_arrive_and_are_verified(fake: FakeVllm, arch: Architecture, tra
     assert not fake.paused
 
 
+def test_weights_come_over_http(fake: FakeVllm, arch: Architecture, training: Any, over_http: str) -> None:
+    it = engine(fake, arch)
+    it.connect(f"{over_http}/store", training.stamp)
+    it.update(training.publish())
+    assert all(torch.equal(fake.served[name], t) for name, t in training.weights.items())
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

@@ -150,7 +150,10 @@ def test_the_same_request_alone_gives_the_same_tokens(served: Run) -> None:
     assert first[0].response_ids.tolist() != first[1].response_ids.tolist(), "samples of a group differ"
 
 
-def test_updates_are_bit_equal_to_a_fresh_load(served: Run) -> None:
+@pytest.mark.parametrize("way", ["folder", "http"])
+def test_updates_are_bit_equal_to_a_fresh_load(served: Run, way: str, over_http: str) -> None:
+    if way == "http":
+        served.engine.connect(f"{over_http}/store", served.stamp)
     for version in (2, 3):
         served.publish()
         done = served.engine.update(served.stamp)
@@ -228,6 +231,8 @@ def test_new_weights_reach_samples_in_flight(served: Run) -> None:
     thread.join(120)
     assert [len(t.response_ids) for t in out] == [200] * 8
     seen = {v for t in out for v in t.versions.tolist()}
+    first = [int((t.versions == 1).sum()) for t in out]
+    print(f"in flight: of 200 tokens each, {min(first)} to {max(first)} by the weights before")
     assert seen in ({1, 2}, {2}), "how far they had come is the machine's business"
     for t in out:
         assert (np.diff(t.versions) >= 0).all()

@@ -110,7 +110,11 @@ class VllmServer:
     def _failed(self, what: str) -> VllmError:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         wanted = [line for line in lines if "Error" in line][-3:] or lines[-3:]
-        return VllmError(what + "".join(f"\n    {line[-300:]}" for line in wanted), where=str(self.log))
+        return VllmError(
+            what + "".join(f"\n    {line[-300:]}" for line in wanted),
+            where=str(self.log),
+            fix="give an interpreter whose environment holds vLLM and halfbyte (docs/vllm.md); the log has the rest",
+        )
 
 
 def _free_port() -> int:
