@@ -107,7 +107,7 @@ class FakeVllm:
         self.break_loads = 0
         self.transfer = FakeTransfer(self)
         self.state = threading.Condition()
-        self._exchanged = False
+        self._exchanged = self.active = False
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -180,6 +180,9 @@ class FakeVllm:
             self.state.notify_all()
         return {"status": "paused"}
 
+    def on_is_paused(self, body: Any, query: Any) -> Any:
+        return {"is_paused": self.paused}
+
     def on_resume(self, body: Any, query: Any) -> Any:
         with self.state:
             self.paused = False
@@ -194,16 +197,23 @@ class FakeVllm:
         return {}
 
     def on_start_weight_update(self, body: Any, query: Any) -> Any:
+        assert not self.active, "an update is open"
         self.transfer.start_weight_update()
+        self.active = True
         return {}
 
     def on_update_weights(self, body: Any, query: Any) -> Any:
         assert self.paused, "weights change in a pause"
+        assert self.active, "no update is open"
+        self.active = False
         self.transfer.receive_weights(UpdateInfo(**body["update_info"]))
+        self.active = True
         return {}
 
     def on_finish_weight_update(self, body: Any, query: Any) -> Any:
+        assert self.active, "no update is open"
         self.transfer.finish_weight_update()
+        self.active = False
         self.label = body["weight_version"]
         return {}
 

@@ -254,6 +254,21 @@ def test_an_update_that_breaks_off_half_way_stops_the_engine(
         it.generate([Request((4,))])
 
 
+def test_a_server_that_a_killed_trainer_left_in_mid_update_is_taken_over(
+    fake: FakeVllm, arch: Architecture, training: Any
+) -> None:
+    it = engine(fake, arch)
+    it.connect(str(training.store), training.stamp)
+    for call in (lambda: it.client.pause("abort"), it.client.start_update):
+        call()
+    stamp = training.publish()
+    it.client.update({"version": stamp.version, "state": stamp.state})
+    other = engine(fake, arch)
+    assert other.connect(str(training.store), stamp).verification is not None
+    assert (other.version, fake.paused) == (2, False)
+    assert all(torch.equal(fake.served[name], t) for name, t in training.weights.items())
+
+
 def cut(fake: FakeVllm, handler: Any) -> None:
     """The update happens, its answer is lost, and so is the worker."""
     fake.on_update_weights(fake.bodies["/update_weights"], {})

@@ -94,7 +94,6 @@ class Run:
         self.draws = torch.Generator().manual_seed(3)
         self.publisher = Publisher(FilesystemStore(self.store), f"run-{folder.name}")
         self.publisher.publish(self.weights, version=1)
-        client.resume()
         self.engine = VllmEngine(client, self.arch, **options)
         self.first = self.engine.connect(str(self.store), self.stamp)
 
@@ -208,6 +207,15 @@ def test_a_load_that_breaks_off_is_taken_back(served: Run, running: VllmClient) 
     assert served.engine.version == 2
 
 
+def test_a_server_left_in_mid_update_is_taken_over(served: Run, running: VllmClient) -> None:
+    running.pause("abort")
+    running.start_update()
+    served.publish()
+    running.update({"version": served.stamp.version, "state": served.stamp.state})
+    other = VllmEngine(running, served.arch)
+    assert other.connect(str(served.store), served.stamp).verification is not None
+
+
 def test_another_version_than_the_store_holds_is_refused(served: Run) -> None:
     old = served.stamp
     served.publish()
@@ -242,7 +250,6 @@ def test_new_weights_reach_samples_in_flight(served: Run) -> None:
 def test_ten_steps_of_reinforcement_learning(
     running: VllmClient, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running.resume()
     updates: list[tuple[Updated, Any]] = []
     update = VllmEngine.update
 

@@ -102,6 +102,10 @@ class VllmClient:
         """Draw tokens again."""
         self._send("POST", "/resume", {}, self.timeout)
 
+    def paused(self) -> bool:
+        """Whether it draws no tokens now."""
+        return self._mapping("GET", "/is_paused").get("is_paused") is True
+
     def reset_prefix_cache(self) -> None:
         """Forget keys and values computed under other weights.
 

@@ -83,6 +83,8 @@ class VllmEngine:
         self.max_length = min(arch.max_positions, client.max_length())
         self.vllm = client.version()
         self.workers = self._meet()
+        if self.workers and client.paused():  # a trainer was killed in mid-update; connect() loads and verifies again
+            client.resume()
         require_processed_logprobs(client, arch.vocab_size)
         self.probes = Probes(arch.vocab_size)
         self.stamp: Stamp | None = None
@@ -240,6 +242,8 @@ class VllmEngine:
                 expected=f'--worker-extension-cls {EXTENSION} --weight-transfer-config \'{{"backend": "{BACKEND}"}}\'',
                 fix="install halfbyte in vLLM's environment and start the server with both (docs/vllm.md)",
             )
+        with suppress(VllmError):  # an update that a killed trainer left open; refused where there is none
+            self.client.finish_update(stamp.version)
         self.client.init_transfer({"store": store, "options": dict(options or {}), "run": stamp.run})
         return self.update(stamp)
 
