@@ -9,7 +9,7 @@ from halfbyte.envs import Environment, Prompt
 from halfbyte.errors import DataError
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.models.trajectory import SamplingParams, Trajectory
-from halfbyte.rollout.engine import Engine
+from halfbyte.rollout.protocol import TokenEngine
 from halfbyte.rollout.request import Request, request_key
 from halfbyte.train.episodes import Live
 
@@ -53,7 +53,7 @@ def prompt_keys(key: Sequence[object], prompts: Sequence[Prompt]) -> tuple[int, 
 
 
 def collect(
-    engine: Engine,
+    engine: TokenEngine,
     environment: Environment,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
@@ -84,7 +84,7 @@ def collect(
 
 
 def play(
-    engine: Engine,
+    engine: TokenEngine,
     environment: Environment,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],

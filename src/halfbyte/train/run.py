@@ -19,7 +19,7 @@ from halfbyte.guidance.plan import Plan
 from halfbyte.kernels import active
 from halfbyte.learner.learner import Learner
 from halfbyte.models.checkpoint_writer import save_checkpoint
-from halfbyte.models.open_model import open_model
+from halfbyte.models.open_model import model_folder, open_model
 from halfbyte.models.precision import precision_from
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.objective import delimiter_flags
@@ -34,6 +34,7 @@ from halfbyte.train.run_folder import RunFolder, environment
 from halfbyte.train.state import Progress, latest_checkpoint, load_state
 from halfbyte.train.tracker import make_tracker
 from halfbyte.train.trainer import Trainer
+from halfbyte.train.vllm_rollouts import VllmRollouts, VllmSettings
 from halfbyte.train.weights import WeightPath
 
 __all__ = ["run"]
@@ -47,6 +48,11 @@ FREE = (
     "train.save_trajectories_every",
     "alignment.memory_mb",
     "train.saved_trajectories",
+    "rollout.url",
+    "rollout.python",
+    "rollout.server_arguments",
+    "rollout.store",
+    "rollout.verify_every",
 )
 #: finite data sets up to this size are checked before the first step
 CHECKED_PROMPTS = 20_000
@@ -117,21 +123,28 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
                 f"the run has done {progress.step} steps", where="train.steps", expected=f"at least {progress.step}"
             )
     recorded = guidance if progress.guidance is None else Plan.from_json(progress.guidance)
-    engine = Engine(
-        arch,
-        rollout_precision,
-        dict(learner.parameters.published()) | learner.parameters.published_scales(),
-        detokeniser=tokenizer,
-        options=engine_options(config, longest),
-        kernels=kernels,
-        version=progress.version,
-        guidance=recorded,
-        shelf=Shelf(config.alignment.memory_mb, folder.path),
-    )
-    rollouts: Rollouts = LocalRollouts(engine, env, tokenizer, prompt_limit)
-    if config.rollout.overlap:
-        width = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-        rollouts = BackgroundRollouts(engine, env, tokenizer, recorded, width=width, prompt_limit=prompt_limit)
+    rollouts: Rollouts
+    if config.rollout.backend == "vllm":
+        rollouts = VllmRollouts(
+            _vllm_settings(config, folder, longest), arch, rollout_precision, env, tokenizer, prompt_limit
+        )
+        rollouts.guide(recorded)
+    else:
+        engine = Engine(
+            arch,
+            rollout_precision,
+            dict(learner.parameters.published()) | learner.parameters.published_scales(),
+            detokeniser=tokenizer,
+            options=engine_options(config, longest),
+            kernels=kernels,
+            version=progress.version,
+            guidance=recorded,
+            shelf=Shelf(config.alignment.memory_mb, folder.path),
+        )
+        rollouts = LocalRollouts(engine, env, tokenizer, prompt_limit)
+        if config.rollout.overlap:
+            width = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+            rollouts = BackgroundRollouts(engine, env, tokenizer, recorded, width=width, prompt_limit=prompt_limit)
     _check_prompts(env, tokenizer, prompt_limit)
     tracker = make_tracker(config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json())
     with folder.locked():
@@ -171,6 +184,20 @@ def engine_options(config: Config, longest: int) -> EngineOptions:
         kv_memory_mb=rollout.kv_memory_mb,
         page_size=rollout.page_size,
         max_length=longest,
+    )
+
+
+def _vllm_settings(config: Config, folder: RunFolder, longest: int) -> VllmSettings:
+    rollout = config.rollout
+    return VllmSettings(
+        rollout.url,
+        rollout.python,
+        model_folder(config.model.path),
+        folder.path / "vllm.log",
+        max_length=longest,
+        arguments=rollout.server_arguments,
+        store=rollout.store,
+        verify_every=rollout.verify_every,
     )
 
 
@@ -220,7 +247,7 @@ def _clear(folder: RunFolder) -> None:
     """Remove what a run writes, and nothing else that may lie in the folder."""
     for name in ("checkpoints", "trajectories", "model", "refit"):
         shutil.rmtree(folder.path / name, ignore_errors=True)
-    for name in ("config.json", "environment.json", "metrics.jsonl", "summary.json", "report.html"):
+    for name in ("config.json", "environment.json", "metrics.jsonl", "summary.json", "report.html", "vllm.log"):
         (folder.path / name).unlink(missing_ok=True)
 
 
