@@ -38,6 +38,9 @@ def serve(
     max_queue: Annotated[int, Parameter(help="Samples that may wait; more are refused with 429.")] = 1024,
     max_n: Annotated[int, Parameter(help="Choices of one request.")] = 128,
     max_body_mb: Annotated[float, Parameter(help="Longest body of a request, MiB.")] = 4.0,
+    stream_seconds: Annotated[
+        float, Parameter(help="Shortest time between two chunks of a stream; 0 sends every token by itself.")
+    ] = 0.02,
     request_seconds: Annotated[float, Parameter(help="Longest time for a request.")] = 600.0,
     drain_seconds: Annotated[float, Parameter(help="Longest time for running requests after SIGTERM.")] = 60.0,
     prefix_cache: Annotated[bool, Parameter(help="Reuse the KV of equal prompt beginnings.")] = True,
@@ -77,6 +80,7 @@ def serve(
         max_prompt=max_prompt,
         max_n=max_n,
         max_body_bytes=int(max_body_mb * 2**20),
+        stream_seconds=stream_seconds,
         request_seconds=request_seconds,
         drain_seconds=drain_seconds,
         follow=follow,

@@ -55,6 +55,7 @@ class _Track:
     choice: int
     sample: Sample
     delivered: int = 0
+    delivered_at: float = 0.0
 
 
 class EngineLoop:
@@ -64,6 +65,7 @@ class EngineLoop:
         engine: nobody else may touch it from :meth:`start` on, but inside :meth:`paused`.
         deliver: called in this thread with the news of a step; must be quick.
         on_refit: what a pause does with samples in flight.
+        stream_seconds: shortest time between two pieces of a sample; its first and last token never wait.
         clock: seconds.
     """
 
@@ -73,9 +75,11 @@ class EngineLoop:
         deliver: Callable[[Delivery], None],
         *,
         on_refit: OnRefit = "finish",
+        stream_seconds: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.engine, self._deliver, self._on_refit, self._clock = engine, deliver, on_refit, clock
+        self._stream_seconds = stream_seconds
         self._lock = threading.Condition()
         self._inbox: list[tuple[Job, bool]] = []  # (job, whether it is wanted)
         self._pause = self._at_rest = self._stopping = False
@@ -209,7 +213,8 @@ class EngineLoop:
         news: list[tuple[Job, Piece | Exception]] = []
         for sample in self.engine.drawn:
             track = self._tracks[sample.order]
-            if track.job.stream or sample.finish is not None or track.delivered == 0:
+            due = track.job.stream and now - track.delivered_at >= self._stream_seconds
+            if due or sample.finish is not None or track.delivered == 0:
                 news.append((track.job, self._piece(track, now)))
             if sample.finish is not None:
                 del self._tracks[sample.order]
@@ -222,7 +227,7 @@ class EngineLoop:
 
     def _piece(self, track: _Track, now: float) -> Piece:
         sample, begin = track.sample, track.delivered
-        track.delivered = len(sample.logprobs)
+        track.delivered, track.delivered_at = len(sample.logprobs), now
         first = sample.prompt_length + begin
         return Piece(
             track.choice,

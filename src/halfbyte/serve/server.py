@@ -164,9 +164,13 @@ def serve(settings: ServeSettings, out: TextIO = sys.stdout) -> None:
 
 
 @contextmanager
-def background(settings: ServeSettings) -> Iterator[Server]:
-    """A server in a thread of this process, taking requests; it is drained at the end."""
-    server = Server(open_served(settings), settings)
+def background(settings: ServeSettings, opened: Opened | None = None) -> Iterator[Server]:
+    """A server in a thread of this process, taking requests; it is drained at the end.
+
+    Arguments:
+        opened: what to serve; by default the model of ``settings``.
+    """
+    server = Server(opened or open_served(settings), settings)
     thread = threading.Thread(target=server.work, name="halfbyte-serve", daemon=True)
     thread.start()
     try:

@@ -43,7 +43,9 @@ class Service:
         engine = opened.engine
         pool = engine.pool
         self.max_length = min(engine.max_length, pool.n_pages * pool.page_size)
-        self.loop = EngineLoop(engine, self._delivered, on_refit=settings.on_refit)
+        self.loop = EngineLoop(
+            engine, self._delivered, on_refit=settings.on_refit, stream_seconds=settings.stream_seconds
+        )
         labels = {"model": settings.name, **opened.facts}
         self.metrics = Metrics(pool, lambda: self.loop.snapshot, labels)
         self.metrics.active.set_function(lambda: self.active)

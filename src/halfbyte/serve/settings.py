@@ -33,6 +33,7 @@ class ServeSettings:
         max_prompt: tokens of a prompt; None leaves it to ``max_length``.
         max_n: choices of one request, all its prompts together.
         max_body_bytes: of a request.
+        stream_seconds: shortest time between two chunks of a stream; its first and last token never wait.
         request_seconds: longest time for one request.
         drain_seconds: longest time for running requests after SIGTERM.
         follow: refit store that the weights follow.
@@ -61,6 +62,7 @@ class ServeSettings:
     max_prompt: int | None = None
     max_n: int = 128
     max_body_bytes: int = 4 * 2**20
+    stream_seconds: float = 0.02
     request_seconds: float = 600.0
     drain_seconds: float = 60.0
     follow: str | None = None
@@ -78,6 +80,7 @@ class ServeSettings:
             ("max-prompt", self.max_prompt is None or self.max_prompt >= 1, "at least 1"),
             ("max-n", self.max_n >= 1, "at least 1"),
             ("max-body-bytes", self.max_body_bytes >= 1, "at least 1"),
+            ("stream-seconds", self.stream_seconds >= 0, "0 or more"),
             ("request-seconds", self.request_seconds > 0, "a positive number"),
             ("drain-seconds", self.drain_seconds >= 0, "0 or more"),
             ("follow-seconds", self.follow_seconds > 0, "a positive number"),
