@@ -36,7 +36,6 @@ class Snapshot:
     version: int
     weights_bytes: int
     running: int = 0
-    waiting: int = 0
     pages_used: int = 0
     pages_cached: int = 0
     steps: int = 0
@@ -150,7 +149,7 @@ class EngineLoop:
     def _run(self) -> None:
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._inbox or self._pause or self._stopping or self._tracks)
+                self._lock.wait_for(lambda: self._inbox or self._held or self._tracks or self._pause or self._stopping)
                 if self._stopping:
                     break
                 inbox, self._inbox = self._inbox, []
@@ -286,13 +285,10 @@ class EngineLoop:
 
     def _look(self) -> Snapshot:
         engine, pool = self.engine, self.engine.pool
-        samples = len(self._tracks)
-        running = len(engine.scheduler.running)
         return Snapshot(
             version=engine.version,
             weights_bytes=self._weights_bytes(),
-            running=running,
-            waiting=samples - running + sum(job.choices for job in self._held),
+            running=len(engine.scheduler.running),
             pages_used=pool.n_pages - pool.available,
             pages_cached=pool.idle,
             steps=self._steps,

@@ -51,6 +51,7 @@ class Metrics:
             "halfbyte_refit_failing", "1 while the last attempt to refit has failed.", registry=registry
         )
         self.active = Gauge("halfbyte_active_requests", "Requests being worked on.", registry=registry)
+        self.queue = Gauge("halfbyte_queue_length", "Samples that wait for their turn.", registry=registry)
         info = Gauge("halfbyte_info", "What is served; always 1.", tuple(labels), registry=registry)
         info.labels(**labels).set(1)
         self.registry.register(_EngineCollector(pool, snapshot))
@@ -72,7 +73,6 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
         gauges = {
-            "queue_length": ("Samples that wait for their turn.", now.waiting),
             "running_samples": ("Samples that draw tokens.", now.running),
             "kv_pages_used": ("KV pages that samples hold.", now.pages_used),
             "kv_pages_cached": ("KV pages kept for prompts to come; free when needed.", now.pages_cached),

@@ -11,7 +11,7 @@ from halfbyte.models.trajectory import SamplingParams
 from halfbyte.rollout.request import Request
 from halfbyte.serve.job import Job
 from halfbyte.serve.logprobs import TokenTexts
-from halfbyte.serve.loop import Delivery, EngineLoop
+from halfbyte.serve.loop import Delivery, EngineLoop, Stopped
 from halfbyte.serve.metrics import Metrics
 from halfbyte.serve.opening import Opened
 from halfbyte.serve.parameters import SamplingBody
@@ -49,6 +49,7 @@ class Service:
         labels = {"model": settings.name, **opened.facts}
         self.metrics = Metrics(pool, lambda: self.loop.snapshot, labels)
         self.metrics.active.set_function(lambda: self.active)
+        self.metrics.queue.set_function(lambda: max(0, self._samples - self.loop.snapshot.running))
         self.active = 0
         self.draining = False
         self._samples = 0
@@ -135,7 +136,8 @@ class Service:
 
     def cancel_all(self) -> None:
         """Give up everything in flight; those who wait are told."""
-        for job in self._jobs.values():
+        for job in [*self._jobs.values()]:
+            self._dispatch([(job, Stopped("the server is going down"))])
             self.loop.cancel(job)
 
     def _delivered(self, news: Delivery) -> None:
@@ -146,6 +148,8 @@ class Service:
 
     def _dispatch(self, news: Delivery) -> None:
         for job, piece in news:
+            if self._jobs.get(job.group) is not job:
+                continue  # told already that it is over
             before = job.running
             job.put(piece)
             self._samples -= before - job.running
