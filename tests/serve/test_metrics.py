@@ -47,7 +47,7 @@ def test_counts_and_sizes_are_right(folder: Path) -> None:
         page_bytes = PagePool.page_bytes(engine.arch, precision_from("w4a4kv4"), 16)
         assert metric(server, "halfbyte_kv_bytes") == engine.pool.n_pages * page_bytes
         assert metric(server, "halfbyte_engine_step_seconds_total") > 0
-        resident, peak = (metric(server, f"halfbyte_{name}resident_bytes") for name in ("", "peak_"))
+        resident, peak = (metric(server, f"halfbyte_{name}resident_bytes") for name in ("", "peak_"))  # in this order
         assert metric(server, "halfbyte_weights_bytes") < metric(server, "halfbyte_proportional_bytes") <= peak
         assert resident <= peak
         text = urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE).read().decode()
