@@ -224,8 +224,8 @@ class BackgroundRollouts:
                 place = playing.waiting.popleft()
                 ids = encode_prompt(self.tokenizer, job.prompts[place], self.prompt_limit)
                 request = Request(ids, job.sampling, n=job.samples, key=job.keys[place], group=place)
-                for index, order in enumerate(self.engine.add(request)):
-                    self._samples[order] = _Sample(playing, place * job.samples + index, request)
+                for index, queued in enumerate(self.engine.add(request)):
+                    self._samples[queued.order] = _Sample(playing, place * job.samples + index, request)
                 self._in_flight += job.samples
             if playing.waiting:
                 return
@@ -262,9 +262,9 @@ class BackgroundRollouts:
             self.gate.changed.notify_all()
 
     def _ask(self, sample: _Sample, request: Request) -> None:
-        (order,) = self.engine.add(request)
+        (queued,) = self.engine.add(request)
         sample.request = request
-        self._samples[order] = sample
+        self._samples[queued.order] = sample
 
 
 class _Door:
