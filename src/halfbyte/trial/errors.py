@@ -1,0 +1,11 @@
+"""Why a trial cannot be believed, or cannot be run: the command line tells them apart by exit code."""
+
+from __future__ import annotations
+
+from halfbyte.errors import DataError
+
+__all__ = ["IntegrityError"]
+
+
+class IntegrityError(DataError):
+    """Records, limits or settings are not what was locked or recorded: the trial is invalid (exit code 3)."""
