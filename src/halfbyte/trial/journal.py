@@ -99,7 +99,7 @@ def read_records(path: Path, blocks: list[BlockRecord], genesis: str) -> list[Re
     Raises:
         IntegrityError: a record is damaged, changed, missing or added.
     """
-    chain, found = genesis, []
+    chain, found = genesis, list[Record]()
     data = path.read_bytes() if path.exists() else b""
     start = 0
     for block in blocks:
