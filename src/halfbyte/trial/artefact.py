@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import CheckpointError
-from halfbyte.trial.folder import read_json
+from halfbyte.trial.folder import TrialFolder, read_json
+from halfbyte.trial.settings import Target
 
-__all__ = ["Artefact", "inspect_artefact", "licence_of"]
+__all__ = ["Artefact", "artefact_folder", "inspect_artefact", "licence_of"]
 
 _HEADER_LIMIT = 100_000_000
 _LICENCES = ("licen[cs]e*", "LICEN[CS]E*", "Licen[cs]e*", "COPYING*")
@@ -26,14 +27,25 @@ class Artefact:
         weights_bytes: of all tensors, from the safetensors headers.
         format: ``nvfp4``, ``mxfp4``, ``fp8``, ``int4``, ``int8``, ``bf16``, ``fp16``, ``fp32``, or the name it gives itself.
         architectures: class names of config.json.
-        calibration: what fp4_spec.json says of the data that set its input scales; None for none.
+        calibration_sha256: of the text that set its input scales, as `halfbyte quantize` wrote down; None for none.
     """
 
     folder: Path
     weights_bytes: int
     format: str
     architectures: tuple[str, ...]
-    calibration: str | None
+    calibration_sha256: str | None
+
+
+def artefact_folder(folder: TrialFolder, target: Target) -> Path | None:
+    """The model folder of a target; ``tiny`` is the policy in the package."""
+    if target.artefact is None:
+        return None
+    if target.artefact == "tiny":
+        from halfbyte.models.open_model import model_folder
+
+        return model_folder("tiny")
+    return folder.path / target.artefact
 
 
 def inspect_artefact(folder: Path) -> Artefact:
@@ -62,13 +74,13 @@ def inspect_artefact(folder: Path) -> Artefact:
             by_dtype[dtype] = by_dtype.get(dtype, 0) + size
     names = config.get("architectures")
     spec = read_json(folder / "fp4_spec.json") or {}
-    calibration = spec.get("calibration")
+    calibration = spec.get("calibration_sha256")
     return Artefact(
         folder,
         sum(by_dtype.values()),
         _format(folder, config, by_dtype),
         tuple(map(str, names)) if isinstance(names, list) else (),
-        None if not calibration else json.dumps(calibration, sort_keys=True),
+        calibration if isinstance(calibration, str) else None,
     )
 
 
@@ -88,12 +100,14 @@ def _tensors(path: Path) -> Iterator[tuple[str, int]]:
         raw = file.read(size)
     try:
         header = json.loads(raw)
-        found = [
-            (str(t["dtype"]), *map(int, t["data_offsets"])) for name, t in header.items() if name != "__metadata__"
-        ]
+        found: list[tuple[str, int, int]] = []
+        for name, entry in header.items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                found.append((str(entry["dtype"]), int(first), int(last)))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the header of the tensors cannot be read: {error}", where=str(path)) from error
-    end = 8 + size + max((offsets[1] for _, *offsets in found), default=0)
+    end = 8 + size + max((last for _, _, last in found), default=0)
     if end != length:
         kind = "cut short" if length < end else "too long"
         raise CheckpointError(f"{kind}: {length} bytes, and the header describes {end}", where=str(path))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from halfbyte.errors import CheckpointError, UserError
-from halfbyte.trial.artefact import Artefact, inspect_artefact, licence_of
+from halfbyte.trial.artefact import Artefact, artefact_folder, inspect_artefact, licence_of
 from halfbyte.trial.folder import TrialFolder
 from halfbyte.trial.hardware import Machine, weights_run
 from halfbyte.trial.integrity import Finding
@@ -16,7 +16,7 @@ from halfbyte.trial.records import ARMS, Arm
 from halfbyte.trial.scorers import Response, make_scorers, score
 from halfbyte.trial.settings import Target
 
-__all__ = ["artefact_folder", "static_findings"]
+__all__ = ["static_findings"]
 
 _SHOWN = 3
 _GIB = 1 << 30
@@ -41,17 +41,6 @@ def static_findings(folder: TrialFolder, machine: Machine) -> list[Finding]:
     if folder.settings.baseline == folder.settings.candidate:
         findings.append(Finding("preflight", "arms", None, "baseline and candidate are the same target: an A/A trial"))
     return findings
-
-
-def artefact_folder(folder: TrialFolder, target: Target) -> Path | None:
-    """The model folder of a target; ``tiny`` is the policy in the package."""
-    if target.artefact is None:
-        return None
-    if target.artefact == "tiny":
-        from halfbyte.models.open_model import model_folder
-
-        return model_folder("tiny")
-    return folder.path / target.artefact
 
 
 def _engine(target: Target) -> str:
@@ -200,8 +189,9 @@ def _overlap(folder: TrialFolder, seen: dict[Arm, Artefact]) -> Finding:
         return Finding("overlap", name, False, f"tuning data is not there: {', '.join(missing)}", "mend data.tuning")
     hashes = {hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     for arm, artefact in seen.items():
-        if artefact.calibration_sha256 is not None and artefact.calibration_sha256 not in hashes:
-            detail = f"the {arm} was calibrated on a text that data.tuning does not name (SHA-256 {artefact.calibration_sha256[:12]}...)"
+        digest = artefact.calibration_sha256
+        if digest is not None and digest not in hashes:
+            detail = f"the {arm} was calibrated on a text that data.tuning does not name (SHA-256 {digest[:12]}...)"
             return Finding("overlap", name, False, detail, "add that file to data.tuning")
     if not files:
         return Finding("overlap", name, None, "data.tuning names no file: nothing to compare with")
