@@ -37,6 +37,7 @@ def static_findings(folder: TrialFolder, machine: Machine) -> list[Finding]:
             seen[arm] = artefact
             findings += _support(arm, target, artefact, machine)
     findings += _memory(folder, seen, machine)
+    findings += _claim(folder)
     findings.append(_overlap(folder, seen))
     if folder.settings.baseline == folder.settings.candidate:
         findings.append(Finding("preflight", "arms", None, "baseline and candidate are the same target: an A/A trial"))
@@ -173,13 +174,26 @@ def _memory(folder: TrialFolder, seen: dict[Arm, Artefact], machine: Machine) ->
         yield Finding("memory", "fit in memory", False, f"{detail}: not both at once", "set run.exclusive = true")
     else:
         yield Finding("memory", "fit in memory", True, detail)
-    pools = {arm: folder.settings.target(arm).kv_memory_mb for arm in needs}
-    if folder.settings.limits.benefit == "peak_memory" and (len(set(pools.values())) > 1 or None in pools.values()):
-        told = ", ".join(f"{arm} {'unset' if pool is None else f'{pool:g} MiB'}" for arm, pool in pools.items())
-        detail = f"KV pools are not pinned alike ({told}), and a pool is part of the peak"
-        yield Finding(
-            "memory", "KV pools", False, detail, "set kv_memory_mb in both targets, and {kv_memory_mb} in serve"
+    unset = [arm for arm in needs if folder.settings.target(arm).kv_memory_mb is None]
+    if folder.settings.limits.benefit == "peak_memory" and unset:
+        detail = f"the KV pool of {' and '.join(unset)} is not pinned, and a pool is part of the peak"
+        fix = "set kv_memory_mb in both targets to hold the same tokens, and pass {kv_memory_mb} to serve"
+        yield Finding("memory", "KV pools", False, detail, fix)
+
+
+def _claim(folder: TrialFolder) -> Iterator[Finding]:
+    """A lower peak is claimed only where somebody can look."""
+    if folder.settings.limits.benefit != "peak_memory":
+        return
+    remote = [arm for arm in ARMS if not folder.settings.target(arm).started]
+    if remote:
+        detail = (
+            f"limits.benefit = peak_memory, and the memory of {' and '.join(remote)} cannot be seen: a URL claims none"
         )
+        fix = "let the trial start both servers (serve), or choose another benefit"
+        yield Finding("memory", "memory claim", False, detail, fix)
+    else:
+        yield Finding("memory", "memory claim", True, "the trial starts both servers and can look into them")
 
 
 def _overlap(folder: TrialFolder, seen: dict[Arm, Artefact]) -> Finding:

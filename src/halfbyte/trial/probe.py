@@ -18,6 +18,8 @@ from halfbyte.trial.tasks import Task
 __all__ = ["live_findings"]
 
 _PROBES = 3
+_MIB = 1 << 20
+_POOL_TOLERANCE = 0.01  # as in checks/benefit.py
 
 
 async def live_findings(folder: TrialFolder) -> list[Finding]:
@@ -54,7 +56,7 @@ async def live_findings(folder: TrialFolder) -> list[Finding]:
                 await server.stop()
     findings += _template(folder, replies)
     if folder.settings.limits.benefit == "peak_memory":
-        findings.append(_claim(folder))
+        findings += _pools(folder, figures)
     return findings
 
 
@@ -107,13 +109,31 @@ def _pool(arm: Arm, target: Target, figures: EngineFigures) -> Iterator[Finding]
     """The pool that was asked for is the pool that there is."""
     if target.kv_memory_mb is None or figures.kv_bytes is None:
         return
-    wanted = target.kv_memory_mb * (1 << 20)
-    detail = f"{figures.kv_bytes / (1 << 20):.1f} MiB, {figures.kv_capacity_tokens} tokens"
-    if figures.kv_bytes > 1.02 * wanted:
+    detail = f"{figures.kv_bytes / _MIB:.1f} MiB, {figures.kv_capacity_tokens} tokens"
+    if figures.kv_bytes > (1 + _POOL_TOLERANCE) * target.kv_memory_mb * _MIB:
         fix = "pass {kv_memory_mb} to the command in serve"
         yield Finding("memory", f"{arm}: KV pool", False, f"{detail}; {target.kv_memory_mb:g} MiB are set", fix)
     else:
         yield Finding("memory", f"{arm}: KV pool", True, detail)
+
+
+def _pools(folder: TrialFolder, figures: Mapping[Arm, EngineFigures]) -> Iterator[Finding]:
+    """Both pools hold the same tokens: the same context and load, so that memory compares models (vLLM #10207)."""
+    first, second = (figures[arm].kv_capacity_tokens if arm in figures else None for arm in ARMS)
+    if first is None or second is None:
+        yield Finding("memory", "equal KV pools", None, "a server does not report its KV pool: not checked")
+        return
+    detail = f"{first:,} and {second:,} tokens"
+    if abs(first - second) <= _POOL_TOLERANCE * max(first, second):
+        yield Finding("memory", "equal KV pools", True, detail)
+        return
+    pool = folder.settings.candidate.kv_memory_mb
+    fix = (
+        ""
+        if pool is None or not second
+        else f"candidate.kv_memory_mb = {pool * first / second:.4g} holds about as many"
+    )
+    yield Finding("memory", "equal KV pools", False, f"{detail}: memory would compare pools, not models", fix)
 
 
 def _template(folder: TrialFolder, replies: Mapping[Arm, Sequence[Reply]]) -> Iterator[Finding]:
@@ -132,19 +152,3 @@ def _template(folder: TrialFolder, replies: Mapping[Arm, Sequence[Reply]]) -> It
     else:
         fix = "give both servers the same template; or, if its change is part of the trial, run.allow_template_change = true"
         yield Finding("template", "chat template", False, detail, fix)
-
-
-def _claim(folder: TrialFolder) -> Finding:
-    remote = [arm for arm in ARMS if not folder.settings.target(arm).started]
-    if remote:
-        detail = (
-            f"limits.benefit = peak_memory, and nobody can look into {' and '.join(remote)}: a URL cannot claim memory"
-        )
-        return Finding(
-            "memory",
-            "memory claim",
-            False,
-            detail,
-            "let the trial start both servers (serve), or choose another benefit",
-        )
-    return Finding("memory", "memory claim", True, "both servers are started by the trial and can be looked into")
