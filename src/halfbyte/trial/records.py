@@ -5,7 +5,7 @@ All are frozen, go to JSON and back, and refuse fields that are unknown, missing
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self, TypeAlias
@@ -28,7 +28,7 @@ def other(arm: Arm) -> Arm:
 
 
 @lru_cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
@@ -49,7 +49,8 @@ class Strict:
             DataError: a field that is unknown, missing or of another type; all are named.
         """
         try:
-            return _adapter(cls).validate_json(canonical(dict(data)))  # type: ignore[no-any-return]
+            kind: Any = cls
+            return _adapter(kind).validate_json(canonical(dict(data)))  # type: ignore[no-any-return]
         except ValidationError as error:
             found = [f"{'.'.join(map(str, e['loc']))}: {_says(e['type'], e['msg'])}" for e in error.errors()]
             raise DataError(f"not a {cls.__name__}: {'; '.join(found)}", where=where) from error
@@ -80,14 +81,15 @@ class Record(Strict):
         prompt_tokens, completion_tokens, cached_tokens: as the server's usage says; None where it says nothing.
         finish_reason: the server's.
         text: response text; "" where the request failed.
-        tool_calls: tool calls that could be parsed; None where the task offers no tools.
+        calls: the server's tool calls as it sent them, canonical JSON; "" for none.
+        tool_calls: tool calls that could be parsed, there or in the text; None where the task offers no tools.
         passed: the scorer's verdict; None where the request failed, or the scorer did.
         score: the scorer's number.
         error: None, or the class of the failure and its detail: ``http 500: ...``, ``timeout``, ``connection: ...``,
             ``truncated stream``, ``bad json: ...``, ``scorer: ...``.
         attempts: tries, 1 unless [run] retries allows more.
         request_sha256: of the canonical JSON body without the model's name; equal in both arms of a pair.
-        response_sha256: of text, tool calls and finish reason.
+        response_sha256: of [text, calls, finish reason].
     """
 
     phase: Phase
@@ -105,6 +107,7 @@ class Record(Strict):
     cached_tokens: int | None
     finish_reason: str | None
     text: str
+    calls: str
     tool_calls: int | None
     passed: bool | None
     score: float | None

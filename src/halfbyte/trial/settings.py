@@ -47,6 +47,7 @@ class Target(Section):
         artefact: the model's folder, for the preflight; None where it is not on this machine.
         licence: its licence file; None looks for LICENSE* in the artefact.
         precision: how the weights are held, in words (``bf16``, ``w4a4kv4``); a preset's name is also checked.
+        kv_memory_mb: MiB of its KV pool, for the preflight; replaces ``{kv_memory_mb}`` in ``serve``. Both arms alike.
         start_timeout: seconds until a started server must be healthy.
     """
 
@@ -58,6 +59,7 @@ class Target(Section):
     artefact: Text | None = None
     licence: Text | None = None
     precision: Text | None = None
+    kv_memory_mb: Positive | None = None
     start_timeout: Positive = 600.0
 
     @field_validator("url")
@@ -108,6 +110,7 @@ class Run(Section):
     """How requests are sent.
 
     Arguments:
+        api: ``chat`` sends messages to /chat/completions; ``completions`` sends plain prompts to /completions.
         repeats: of every task, in each arm.
         concurrency: requests in flight.
         block_tasks: tasks in one segment of a block ABBA; 0 cuts them so that there are at least 8 blocks.
@@ -121,6 +124,7 @@ class Run(Section):
         allow_template_change: accept that arms count different prompt tokens for the same task.
     """
 
+    api: Literal["chat", "completions"] = "chat"
     repeats: Count = 1
     concurrency: Count = 4
     block_tasks: Natural = 0
