@@ -81,7 +81,7 @@ class Record(Strict):
         prompt_tokens, completion_tokens, cached_tokens: as the server's usage says; None where it says nothing.
         finish_reason: the server's.
         text: response text; "" where the request failed.
-        calls: the server's tool calls as it sent them, canonical JSON; "" for none.
+        calls: the server's tool calls, a JSON array of {name, arguments (text)}; "" for none.
         tool_calls: tool calls that could be parsed, there or in the text; None where the task offers no tools.
         passed: the scorer's verdict; None where the request failed, or the scorer did.
         score: the scorer's number.

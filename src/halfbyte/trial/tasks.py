@@ -130,7 +130,7 @@ def load_tasks(path: Path) -> tuple[Task, ...]:
         DataError: no file, no tasks, a line that is no task (all its wrong keys are named), or an id used twice.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"the tasks cannot be read: {error}", where=str(path)) from error
     tasks: dict[str, Task] = {}
