@@ -9,6 +9,7 @@ from halfbyte.html.scale import number
 from halfbyte.html.table import Table
 from halfbyte.trial.records import ARMS, Arm, Record
 from halfbyte.trial.report.material import Material
+from halfbyte.trial.report.pairs import change
 from halfbyte.trial.report.words import NONE, memory, per_cent, seconds, share
 
 __all__ = ["arm_tables", "latencies", "mean", "pass_rate", "tag_table", "tool_rate"]
@@ -55,7 +56,9 @@ def arm_tables(material: Material) -> list[Table]:
     row("response tokens a second", lambda arm: _throughput(material, arm, of[arm]))
     row("KV pool", lambda arm: _pool(material, arm))
     tables = [Table("Requests", rows)]
-    tables.append(_counts("Finish reasons", of, lambda r: (r.finish_reason or "none given") if r.error is None else None))
+    tables.append(
+        _counts("Finish reasons", of, lambda r: (r.finish_reason or "none given") if r.error is None else None)
+    )
     if any(r.error is not None for r in material.records):
         tables.append(_counts("Failures", of, lambda r: r.failure))
     return tables
@@ -70,7 +73,7 @@ def tag_table(material: Material) -> Table | None:
     for tag in tags:
         names = {task.id for task in material.tasks if tag in task.tags}
         rates = [per_cent(pass_rate([r for r in material.of(arm) if r.task in names])) for arm in ARMS]
-        changes = Counter(pair.change for pair in material.pairs if pair.task in names)
+        changes = Counter(change(pair) for pair in material.pairs if pair.task in names)
         rows.append([tag, str(len(names)), *rates, str(changes["regression"]), str(changes["gain"])])
     return Table("Pass rate by tag", rows)
 

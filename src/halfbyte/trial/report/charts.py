@@ -12,6 +12,7 @@ from html import escape
 from typing import Literal
 
 from halfbyte.html.scale import Axis, linear_axis, logarithmic_axis
+from halfbyte.trial.records import ARMS
 
 __all__ = ["Bar", "bars_chart", "distribution_chart", "limit_strip"]
 
@@ -22,15 +23,14 @@ STRIP_WIDTH, STRIP_HEIGHT, MARGIN = 320, 30, 8
 NAMES, VALUES, ROW = 92, 96, 22
 #: of a distribution
 LEFT, RIGHT, TOP, BOTTOM, HEIGHT = 46, 14, 12, 34, 230
-ARMS = ("baseline", "candidate")
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A group of bars, one for each arm. ``words`` stand behind them; None draws no bar.
+    """A pair of bars, by default of the baseline and the candidate. ``words`` stand behind them.
 
     Arguments:
-        values: of the baseline and the candidate, not negative.
+        values: not negative; None draws no bar.
     """
 
     name: str
@@ -79,21 +79,29 @@ def limit_strip(
     return _svg(label, parts, STRIP_WIDTH, STRIP_HEIGHT)
 
 
-def bars_chart(label: str, groups: Sequence[Bar]) -> str:
-    """Horizontal bars, the baseline's above the candidate's, all on one axis from 0. Empty without a value."""
+def bars_chart(
+    label: str, groups: Sequence[Bar], kinds: tuple[str, str] = ARMS, colours: tuple[int, int] = (0, 1)
+) -> str:
+    """Horizontal bars in pairs, all on one axis from 0. Empty without a value.
+
+    Arguments:
+        kinds: what the first and the second bar of a pair are.
+    """
     values = [v for bar in groups for v in bar.values if v is not None]
     if not values:
         return ""
     x = Axis(0.0, max(values) or 1.0, NAMES, WIDTH - VALUES, ())
     parts, y = [], 4.0
     for bar in groups:
-        parts.append(f'<text class="tick" x="{NAMES - 8}" y="{y + ROW + 4:.1f}" text-anchor="end">{escape(bar.name)}</text>')
-        for colour, (value, words) in enumerate(zip(bar.values, bar.words)):
+        parts.append(
+            f'<text class="tick" x="{NAMES - 8}" y="{y + ROW + 4:.1f}" text-anchor="end">{escape(bar.name)}</text>'
+        )
+        for kind, colour, value, words in zip(kinds, colours, bar.values, bar.words):
             end = NAMES if value is None else x.pixel(value)
             if value is not None:
                 width = max(1.0, end - NAMES)
                 parts.append(
-                    f'<g><title>{escape(f"{bar.name}, {ARMS[colour]}: {words}")}</title><rect class="area c{colour}" '
+                    f'<g><title>{escape(f"{bar.name}, {kind}: {words}")}</title><rect class="area c{colour}" '
                     f'x="{NAMES}" y="{y + 2:.1f}" width="{width:.1f}" height="{ROW - 4}"/></g>'
                 )
             parts.append(f'<text class="tick" x="{end + 6:.1f}" y="{y + ROW / 2 + 4:.1f}">{escape(words)}</text>')

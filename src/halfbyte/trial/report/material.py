@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from halfbyte.trial.decision import Decision
+from halfbyte.trial.outcome import Decision
+from halfbyte.trial.pairs import Pair
 from halfbyte.trial.records import Arm, ArmUsage, Record, Strict
-from halfbyte.trial.report.pairs import Flips, Outcome, Pair, flips, outcomes, pair_up
+from halfbyte.trial.report.pairs import Flips, Outcome, flips, outcomes, pair_up
 from halfbyte.trial.settings import Settings
 from halfbyte.trial.tasks import Task
 

@@ -7,27 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from halfbyte.trial.pairs import Pair
 from halfbyte.trial.records import Record
 
-__all__ = ["Flips", "Outcome", "Pair", "flips", "outcomes", "pair_up"]
+__all__ = ["Flips", "Outcome", "change", "flips", "outcomes", "pair_up", "said"]
 
 Change = Literal["regression", "gain", "none"]
 
 
-@dataclass(frozen=True)
-class Pair:
-    """One task and repeat in both arms. A failed request counts as not passed."""
-
-    task: str
-    repeat: int
-    baseline: Record
-    candidate: Record
-
-    @property
-    def change(self) -> Change:
-        """What the candidate did to the outcome."""
-        before, after = bool(self.baseline.passed), bool(self.candidate.passed)
-        return "none" if before == after else "gain" if after else "regression"
+def change(pair: Pair) -> Change:
+    """What the candidate did to the outcome, by the rules of the verdict: what is missing counts against the candidate."""
+    before, after = pair.baseline_passed, pair.candidate_passed
+    return "none" if before == after else "gain" if after else "regression"
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ class Outcome:
     @property
     def passes(self) -> tuple[int, int]:
         """Repeats that the baseline and the candidate passed."""
-        return sum(bool(p.baseline.passed) for p in self.pairs), sum(bool(p.candidate.passed) for p in self.pairs)
+        return sum(p.baseline_passed for p in self.pairs), sum(p.candidate_passed for p in self.pairs)
 
     @property
     def drop(self) -> int:
@@ -59,7 +50,7 @@ class Outcome:
     def shown(self) -> Pair:
         """The pair to look at: the first in which the outcome changed the way the task did, else the first."""
         wanted = "regression" if self.drop > 0 else "gain" if self.drop < 0 else None
-        return next((pair for pair in self.pairs if pair.change == wanted), self.pairs[0])
+        return next((pair for pair in self.pairs if change(pair) == wanted), self.pairs[0])
 
 
 @dataclass(frozen=True)
@@ -83,6 +74,11 @@ class Flips:
         return self.regressions + self.gains
 
 
+def said(record: Record) -> str:
+    """The response as text, tool calls behind it."""
+    return f"{record.text}\n[tool calls] {record.calls}".lstrip("\n") if record.calls else record.text
+
+
 def pair_up(records: Iterable[Record]) -> tuple[tuple[Pair, ...], int]:
     """Pairs in the order of their first record, and how many records have no partner (or stand there twice)."""
     found: dict[tuple[str, int], dict[str, Record]] = defaultdict(dict)
@@ -91,19 +87,15 @@ def pair_up(records: Iterable[Record]) -> tuple[tuple[Pair, ...], int]:
         arms = found[record.task, record.repeat]
         alone += record.arm in arms
         arms.setdefault(record.arm, record)
-    pairs = [
-        Pair(task, repeat, arms["baseline"], arms["candidate"])
-        for (task, repeat), arms in found.items()
-        if len(arms) == 2
-    ]
+    pairs = [Pair(arms["baseline"], arms["candidate"]) for arms in found.values() if len(arms) == 2]
     return tuple(pairs), alone + sum(len(arms) == 1 for arms in found.values())
 
 
 def flips(pairs: Iterable[Pair]) -> Flips:
     """Counts over pairs."""
     pairs = list(pairs)
-    changes = [pair.change for pair in pairs]
-    texts = sum(pair.baseline.text != pair.candidate.text for pair in pairs)
+    changes = [change(pair) for pair in pairs]
+    texts = sum(said(pair.baseline) != said(pair.candidate) for pair in pairs)
     return Flips(len(pairs), changes.count("regression"), changes.count("gain"), texts)
 
 
@@ -118,7 +110,7 @@ def outcomes(pairs: Sequence[Pair], pilot: Sequence[Pair] = ()) -> tuple[Outcome
     return tuple(
         Outcome(
             task,
-            tuple(sorted(found, key=lambda pair: pair.repeat)),
+            tuple(sorted(found, key=lambda pair: pair.baseline.repeat)),
             flips(noise[task]).flipped if task in noise else 0,
             len(noise.get(task, ())),
         )
