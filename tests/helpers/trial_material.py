@@ -14,7 +14,9 @@ from halfbyte.trial.tasks import Task
 MIB = 2**20
 
 
-def record(task: str, arm: Arm, *, repeat: int = 0, passed: bool | None = True, text: str = "42", **changes: Any) -> Record:
+def record(
+    task: str, arm: Arm, *, repeat: int = 0, passed: bool | None = True, text: str = "42", **changes: Any
+) -> Record:
     values: dict[str, Any] = {
         "phase": "run",
         "block": 0,
@@ -61,7 +63,9 @@ def pair(
 
 
 def task(name: str, *, prompt: str = "What is 6 times 7?", expected: Any = "42", **changes: Any) -> Task:
-    return Task.model_validate({"id": name, "prompt": prompt, "scorer": {"type": "contains"}, "expected": expected, **changes})
+    return Task.model_validate(
+        {"id": name, "prompt": prompt, "scorer": {"type": "contains"}, "expected": expected, **changes}
+    )
 
 
 def check(name: str = "pass_rate", **changes: Any) -> Check:
@@ -80,7 +84,9 @@ def check(name: str = "pass_rate", **changes: Any) -> Check:
     return Check(**{**values, **changes})
 
 
-def decision(verdict: Verdict = "keep", *checks: Check, more: int | None = None, reasons: Sequence[str] = ()) -> Decision:
+def decision(
+    verdict: Verdict = "keep", *checks: Check, more: int | None = None, reasons: Sequence[str] = ()
+) -> Decision:
     return Decision(verdict, EXIT_CODES[verdict], checks or (check(),), more, tuple(reasons))
 
 
