@@ -20,6 +20,7 @@ FLOORS = {
     "errors": 0,
     "config": 1,
     "formats": 1,
+    "html": 1,
     "kernels": 2,
     "models": 3,
     "guidance": 4,
@@ -126,7 +127,15 @@ def test_files_do_not_import_each_other_in_circles() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["halfbyte", "halfbyte.errors", "halfbyte.config", "halfbyte.report", "halfbyte.study", "halfbyte.cli.main"],
+    [
+        "halfbyte",
+        "halfbyte.errors",
+        "halfbyte.config",
+        "halfbyte.report",
+        "halfbyte.study",
+        "halfbyte.trial.report",
+        "halfbyte.cli.main",
+    ],
 )
 def test_imports_without_torch(module: str) -> None:
     code = (
