@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from halfbyte.trial.integrity import Finding
 from halfbyte.trial.outcome import EXIT_CODES, Check, Decision, Verdict
 from halfbyte.trial.records import Arm, ArmUsage, Phase, Record
-from halfbyte.trial.report.material import IntegrityCheck, Material
+from halfbyte.trial.report.material import Material
 from halfbyte.trial.settings import Settings
 from halfbyte.trial.tasks import Task
 
 MIB = 2**20
 
 
-def record(task: str, arm: Arm, *, repeat: int = 0, passed: bool | None = True, text: str = "42", **changes: Any) -> Record:
+def record(
+    task: str, arm: Arm, *, repeat: int = 0, passed: bool | None = True, text: str = "42", **changes: Any
+) -> Record:
     values: dict[str, Any] = {
         "phase": "run",
         "block": 0,
@@ -61,7 +64,9 @@ def pair(
 
 
 def task(name: str, *, prompt: str = "What is 6 times 7?", expected: Any = "42", **changes: Any) -> Task:
-    return Task.model_validate({"id": name, "prompt": prompt, "scorer": {"type": "contains"}, "expected": expected, **changes})
+    return Task.model_validate(
+        {"id": name, "prompt": prompt, "scorer": {"type": "contains"}, "expected": expected, **changes}
+    )
 
 
 def check(name: str = "pass_rate", **changes: Any) -> Check:
@@ -80,7 +85,9 @@ def check(name: str = "pass_rate", **changes: Any) -> Check:
     return Check(**{**values, **changes})
 
 
-def decision(verdict: Verdict = "keep", *checks: Check, more: int | None = None, reasons: Sequence[str] = ()) -> Decision:
+def decision(
+    verdict: Verdict = "keep", *checks: Check, more: int | None = None, reasons: Sequence[str] = ()
+) -> Decision:
     return Decision(verdict, EXIT_CODES[verdict], checks or (check(),), more, tuple(reasons))
 
 
@@ -109,7 +116,7 @@ def material(
     pilot: Sequence[Record] = (),
     found: Decision | None = None,
     used: Mapping[Arm, ArmUsage] | None = None,
-    integrity: Sequence[IntegrityCheck] = (),
+    integrity: Sequence[Finding] = (),
     environment: Mapping[str, Any] | None = None,
     given: Settings | None = None,
 ) -> Material:

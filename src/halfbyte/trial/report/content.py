@@ -107,7 +107,7 @@ def facts(material: Material) -> Iterator[tuple[str, str, str]]:
     if check is not None and check.estimate is not None:
         interval = ""
         if check.low is not None and check.high is not None:
-            interval = f"{points(check.low)} to {points(check.high)}"
+            interval = f"{100 * check.low:+.1f} to {points(check.high)}"
         yield "difference", points(check.estimate), interval
     seen = flips(material.pairs)
     yield "regressions", str(len(material.regressions)), f"tasks; {len(material.gains)} gained"
@@ -165,7 +165,7 @@ def _cost_rows(found: CostComparison) -> Table:
         ("set-up, spread", lambda a: a.setup_per_1k),
         ("upkeep, spread", lambda a: a.operating_per_1k),
         ("all, 1000 requests", lambda a: a.per_1k),
-        ("all, a passed task", lambda a: a.per_passed),
+        ("all, 1000 passed tasks", lambda a: None if a.per_passed is None else 1000 * a.per_passed),
     ]
     return Table("Cost", [["", *ARMS], *(row(name, value) for name, value in rows)])
 

@@ -30,7 +30,7 @@ from halfbyte.trial.report.words import memory
 
 __all__ = ["markdown"]
 
-_STATES = {True: "holds", False: "**does not hold**", None: "not checked"}
+_STATES = {True: "holds", False: "**does not hold**", None: "for the reader"}
 
 
 def markdown(material: Material) -> str:
@@ -62,7 +62,7 @@ def _parts(material: Material) -> Iterator[str]:
     yield "## Integrity\n"
     yield "| check | result | found |\n| --- | --- | --- |"
     for check in material.integrity:
-        yield f"| {inline(check.name)} | {_STATES[check.ok]} | {inline(check.detail)} |"
+        yield f"| {inline(check.name)} | {_STATES[check.ok]} | {inline(f'{check.detail} {check.fix}'.strip())} |"
     yield "\n## Eight dimensions\n"
     for dimension in dimensions(material):
         yield f"**{dimension.name.capitalize()}**{'' if dimension.evaluated else f': {NOT_EVALUATED}'}\n"

@@ -5,36 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
+from halfbyte.trial.integrity import Finding
 from halfbyte.trial.outcome import Decision
 from halfbyte.trial.pairs import Pair
-from halfbyte.trial.records import Arm, ArmUsage, Record, Strict
+from halfbyte.trial.records import Arm, ArmUsage, Record
 from halfbyte.trial.report.pairs import Flips, Outcome, flips, outcomes, pair_up
 from halfbyte.trial.settings import Settings
 from halfbyte.trial.tasks import Task
 
-__all__ = ["IntegrityCheck", "Material", "Topic"]
-
-#: What an integrity check is about; the evaluation dimensions draw on it.
-Topic = Literal["lock", "chain", "pairing", "template", "cache", "memory", "overlap", "preflight", "environment"]
-
-
-@dataclass(frozen=True)
-class IntegrityCheck(Strict):
-    """One thing that had to hold for the numbers to mean anything.
-
-    Arguments:
-        topic: what it is about.
-        name: in words.
-        ok: None where it was not checked.
-        detail: what was found.
-    """
-
-    topic: Topic
-    name: str
-    ok: bool | None
-    detail: str
+__all__ = ["Material"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +37,7 @@ class Material:
     tasks: Sequence[Task]
     settings: Settings
     usage: Mapping[Arm, ArmUsage]
-    integrity: Sequence[IntegrityCheck]
+    integrity: Sequence[Finding]
     environment: Mapping[str, Any]
 
     @cached_property
