@@ -16,14 +16,12 @@ class EngineFigures(Strict):
     Arguments:
         weights_bytes: resident weights.
         kv_bytes: the pool, used or not (vLLM #10207: it must never be counted as the model's need).
-        kv_used_bytes: most that was in use.
         kv_capacity_tokens: tokens that the pool holds.
         cache_queries, cache_hits: prefix-cache tokens asked for and found, since the start.
     """
 
     weights_bytes: int | None = None
     kv_bytes: int | None = None
-    kv_used_bytes: int | None = None
     kv_capacity_tokens: int | None = None
     cache_queries: int | None = None
     cache_hits: int | None = None

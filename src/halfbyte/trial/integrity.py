@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from halfbyte.trial.blocks import BlockRecord
 from halfbyte.trial.folder import TrialFolder
 from halfbyte.trial.records import ARMS, Arm, Phase, Record, Strict
 from halfbyte.trial.requests import request_body, request_digest
 
-__all__ = ["CACHE_TOLERANCE", "Finding", "assess", "hit_share", "problems"]
+__all__ = ["CACHE_TOLERANCE", "Finding", "Topic", "assess", "hit_share", "problems"]
+
+#: What a finding is about; the report's dimensions draw on it.
+Topic = Literal["lock", "chain", "pairing", "template", "cache", "memory", "overlap", "preflight", "environment"]
 
 #: With prefix_cache = "reset" arms may differ by this much in the share of prompt tokens found in the cache: prefixes that tasks
 #: share are hit or missed by the timing of concurrent requests.
@@ -27,6 +31,7 @@ class Finding(Strict):
         fix: what to do about it.
     """
 
+    topic: Topic
     name: str
     ok: bool | None
     detail: str
@@ -51,7 +56,7 @@ def assess(
     findings += [_templates(folder, pairs), _caches(folder, phase, records, blocks)]
     if abandoned := sum(block.abandoned for block in blocks):
         detail = f"{abandoned} records of blocks that were cut short and done again are in abandoned.jsonl"
-        findings.append(Finding("abandoned records", None, detail))
+        findings.append(Finding("chain", "abandoned records", None, detail))
     return findings
 
 
@@ -87,15 +92,15 @@ def _order(folder: TrialFolder, phase: Phase, records: Sequence[Record], blocks:
         detail = (
             f"{len(wrong)} requests are not those of the schedule, the first in block {wrong[0][0] if wrong else '?'}"
         )
-        return Finding("order", False, detail)
+        return Finding("pairing", "order", False, detail)
     if [block.order for block in blocks] != [block.order for block in schedule[: len(blocks)]]:
-        return Finding("order", False, "blocks ran in another order than planned")
+        return Finding("pairing", "order", False, "blocks ran in another order than planned")
     orders = "".join(sorted({block.order for block in blocks}))
     balanced = all(block.order in ("ABBA", "BAAB") for block in blocks)
     detail = (
         f"{len(blocks)} of {len(schedule)} blocks, counterbalanced" if balanced else f"not counterbalanced: {orders}"
     )
-    return Finding("order", True if balanced else None, detail)
+    return Finding("pairing", "order", True if balanced else None, detail)
 
 
 def _inputs(folder: TrialFolder, records: Sequence[Record]) -> Finding:
@@ -110,12 +115,16 @@ def _inputs(folder: TrialFolder, records: Sequence[Record]) -> Finding:
         if digests.get(key) != record.request_sha256:
             wrong.append(record.task)
     if wrong:
-        return Finding("inputs", False, f"{len(wrong)} requests are not what tasks and settings give: {_some(wrong)}")
+        return Finding(
+            "pairing", "inputs", False, f"{len(wrong)} requests are not what tasks and settings give: {_some(wrong)}"
+        )
     seeds = {(r.task, r.repeat, r.arm): r.seed for r in records if r.phase == "run"}
     unequal = [t for (t, n, arm), s in seeds.items() if arm == "baseline" and seeds.get((t, n, "candidate"), s) != s]
     if unequal:
-        return Finding("inputs", False, f"other seeds in one arm: {_some(unequal)}")
-    return Finding("inputs", True, f"{len(records)} requests, identical in both arms but for the model's name")
+        return Finding("pairing", "inputs", False, f"other seeds in one arm: {_some(unequal)}")
+    return Finding(
+        "pairing", "inputs", True, f"{len(records)} requests, identical in both arms but for the model's name"
+    )
 
 
 def _templates(folder: TrialFolder, pairs: Sequence[tuple[Record, Record]]) -> Finding:
@@ -123,18 +132,18 @@ def _templates(folder: TrialFolder, pairs: Sequence[tuple[Record, Record]]) -> F
     known = [(a, b) for a, b in pairs if a.prompt_tokens is not None and b.prompt_tokens is not None]
     differ = [(a, b) for a, b in known if a.prompt_tokens != b.prompt_tokens]
     if not known:
-        return Finding("chat template", None, "the servers do not report prompt tokens: not checked")
+        return Finding("template", "chat template", None, "the servers do not report prompt tokens: not checked")
     if not differ:
-        return Finding("chat template", True, f"prompt tokens are equal in all {len(known)} pairs")
+        return Finding("template", "chat template", True, f"prompt tokens are equal in all {len(known)} pairs")
     a, b = differ[0]
     detail = (
         f"prompt tokens differ in {len(differ)} of {len(known)} pairs, as in task {a.task}: {a.prompt_tokens} for the baseline, "
         f"{b.prompt_tokens} for the candidate"
     )
     if folder.settings.run.allow_template_change:
-        return Finding("chat template", None, f"{detail}; allowed by run.allow_template_change")
+        return Finding("template", "chat template", None, f"{detail}; allowed by run.allow_template_change")
     fix = "give both servers the same chat template; or, if its change is part of the trial, run.allow_template_change = true"
-    return Finding("chat template", False, detail, fix)
+    return Finding("template", "chat template", False, detail, fix)
 
 
 def _caches(folder: TrialFolder, phase: Phase, records: Sequence[Record], blocks: Sequence[BlockRecord]) -> Finding:
@@ -145,14 +154,16 @@ def _caches(folder: TrialFolder, phase: Phase, records: Sequence[Record], blocks
     shown = ", ".join(f"{arm} {'unknown' if share is None else f'{share:.1%}'}" for arm, share in shares.items())
     detail = f"prompt tokens found in the prefix cache: {shown}"
     if not known:
-        return Finding("prefix cache", None, "neither usage nor metrics say what the prefix cache held: not checked")
+        return Finding(
+            "cache", "prefix cache", None, "neither usage nor metrics say what the prefix cache held: not checked"
+        )
     if mode == "off" and max(known) > 0:
         fix = 'switch the servers\' prefix cache off, or set run.prefix_cache = "reset" or "measure"'
-        return Finding("prefix cache", False, f"{detail}; it should be off", fix)
+        return Finding("cache", "prefix cache", False, f"{detail}; it should be off", fix)
     apart = len(known) == 2 and abs(known[0] - known[1]) > CACHE_TOLERANCE
     if mode == "reset" and apart:
-        return Finding("prefix cache", False, f"{detail}; emptied before every segment, they should be equal")
-    return Finding("prefix cache", None if apart else True, detail)
+        return Finding("cache", "prefix cache", False, f"{detail}; emptied before every segment, they should be equal")
+    return Finding("cache", "prefix cache", None if apart else True, detail)
 
 
 def _pairs(records: Sequence[Record]) -> list[tuple[Record, Record]]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfbyte import __version__
+from halfbyte.trial.artefact import artefact_folder
 from halfbyte.trial.canonical import digest
 from halfbyte.trial.errors import IntegrityError, UnavailableError
 from halfbyte.trial.fingerprint import fingerprint
@@ -122,8 +123,7 @@ def _parts(folder: TrialFolder) -> dict[str, Any]:
     parts["tuning data"] = {path.name: digest(path.read_bytes()) for path in folder.tuning_files() if path.is_file()}
     artefacts = {}
     for arm in ARMS:
-        artefact = folder.settings.target(arm).artefact
-        path = None if artefact is None else folder.path / artefact
+        path = artefact_folder(folder, folder.settings.target(arm))
         artefacts[arm] = fingerprint(path) if path is not None and path.is_dir() else None
     parts["artefact of"] = artefacts
     pilot = read_blocks(folder.blocks("pilot"), pilot_genesis(folder)) if folder.blocks("pilot").exists() else []

@@ -17,12 +17,11 @@ _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 #: Field -> names, best first.
 _NAMES: Mapping[str, tuple[str, ...]] = {
-    "weights_bytes": ("halfbyte_weights_bytes", "halfbyte_weight_bytes"),
-    "kv_bytes": ("halfbyte_kv_pool_bytes", "halfbyte_kv_bytes"),
-    "kv_used_bytes": ("halfbyte_kv_peak_bytes", "halfbyte_kv_used_bytes"),
+    "weights_bytes": ("halfbyte_weights_bytes",),
+    "kv_bytes": ("halfbyte_kv_bytes",),
     "kv_capacity_tokens": ("halfbyte_kv_capacity_tokens",),
-    "cache_queries": ("halfbyte_prefix_cache_queries_total", "vllm:prefix_cache_queries_total"),
-    "cache_hits": ("halfbyte_prefix_cache_hits_total", "vllm:prefix_cache_hits_total"),
+    "cache_queries": ("halfbyte_prompt_tokens_total", "vllm:prefix_cache_queries_total"),
+    "cache_hits": ("halfbyte_cached_prompt_tokens_total", "vllm:prefix_cache_hits_total"),
 }
 
 
