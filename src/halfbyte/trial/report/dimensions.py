@@ -103,7 +103,7 @@ def _operations(material: Material) -> Iterator[str]:
             kinds = sorted({r.failure or "" for r in failed})
             yield f"{arm}: {share(len(failed), len(records))} requests failed{': ' + ', '.join(kinds) if kinds else ''}."
     cost = material.settings.cost
-    if cost.setup_hours or cost.operating_per_month:
+    if material.records and (cost.setup_hours or cost.operating_per_month):
         yield (
             f"assumed: {number(cost.setup_hours)} hours of set-up, {number(cost.operating_per_month)} {cost.currency} "
             "a month to look after the candidate."
