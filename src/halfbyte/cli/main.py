@@ -22,6 +22,7 @@ from halfbyte.cli.refit import make_refit
 from halfbyte.cli.report import report
 from halfbyte.cli.study import make_study
 from halfbyte.cli.train import train
+from halfbyte.cli.trial import make_trial
 from halfbyte.errors import UserError
 
 __all__ = ["main", "make_app"]
@@ -41,6 +42,7 @@ def make_app() -> App:
     app.command(make_bench())
     app.command(make_refit())
     app.command(make_study())
+    app.command(make_trial())
     return app
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfbyte.errors import CheckpointError
+from halfbyte.errors import CheckpointError, RefitError
 from halfbyte.trial.folder import TrialFolder, read_json
+from halfbyte.trial.memory import weight_bytes
 from halfbyte.trial.settings import Target
 
 __all__ = ["Artefact", "artefact_folder", "inspect_artefact", "licence_of"]
 
-_HEADER_LIMIT = 100_000_000
 _LICENCES = ("licen[cs]e*", "LICEN[CS]E*", "Licen[cs]e*", "COPYING*")
 
 
@@ -65,20 +63,17 @@ def inspect_artefact(folder: Path) -> Artefact:
     missing = sorted({name for name in named if not (folder / name).is_file()})
     if missing:
         raise CheckpointError(f"shards are missing: {', '.join(missing[:5])}", where=str(folder))
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError("no *.safetensors", where=str(folder))
-    by_dtype: dict[str, int] = {}
-    for file in files:
-        for dtype, size in _tensors(file):
-            by_dtype[dtype] = by_dtype.get(dtype, 0) + size
+    try:
+        weights = weight_bytes(folder)
+    except RefitError as error:
+        raise CheckpointError(f"the weights are damaged or cut short: {error.what}", where=error.where) from error
     names = config.get("architectures")
     spec = read_json(folder / "fp4_spec.json") or {}
     calibration = spec.get("calibration_sha256")
     return Artefact(
         folder,
-        sum(by_dtype.values()),
-        _format(folder, config, by_dtype),
+        weights.total,
+        _format(folder, config, weights.by_dtype),
         tuple(map(str, names)) if isinstance(names, list) else (),
         calibration if isinstance(calibration, str) else None,
     )
@@ -87,32 +82,6 @@ def inspect_artefact(folder: Path) -> Artefact:
 def licence_of(folder: Path) -> Path | None:
     """The licence file in a model folder."""
     return next((path for pattern in _LICENCES for path in sorted(folder.glob(pattern)) if path.is_file()), None)
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, int]]:
-    """(dtype, bytes) of every tensor."""
-    length = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else length
-        if size > min(_HEADER_LIMIT, length - 8):
-            raise CheckpointError(f"not a safetensors file, or cut short ({length} bytes)", where=str(path))
-        raw = file.read(size)
-    try:
-        header = json.loads(raw)
-        found: list[tuple[str, int, int]] = []
-        for name, entry in header.items():
-            if name != "__metadata__":
-                first, last = entry["data_offsets"]
-                found.append((str(entry["dtype"]), int(first), int(last)))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"the header of the tensors cannot be read: {error}", where=str(path)) from error
-    end = 8 + size + max((last for _, _, last in found), default=0)
-    if end != length:
-        kind = "cut short" if length < end else "too long"
-        raise CheckpointError(f"{kind}: {length} bytes, and the header describes {end}", where=str(path))
-    for dtype, first, last in found:
-        yield dtype, last - first
 
 
 def _format(folder: Path, config: dict[str, Any], by_dtype: dict[str, int]) -> str:

@@ -14,7 +14,7 @@ from halfbyte.trial.errors import UnavailableError
 from halfbyte.trial.folder import TrialFolder, read_json, write_json
 from halfbyte.trial.integrity import Finding, assess, problems
 from halfbyte.trial.journal import read_blocks, read_records
-from halfbyte.trial.lock import genesis, pilot_genesis, require_lock
+from halfbyte.trial.lock import genesis, has_pilot, pilot_genesis, require_lock
 from halfbyte.trial.outcome import Decision
 from halfbyte.trial.preflight import read_preflight
 from halfbyte.trial.records import ARMS, Arm, ArmUsage, Record
@@ -109,7 +109,9 @@ def conclude(folder: TrialFolder) -> Outcome:
 
 
 def read_pilot(folder: TrialFolder) -> list[Record]:
-    """Records of the A/A pilot; none without one."""
+    """Records of the A/A pilot; none without one of these tasks and settings."""
+    if not has_pilot(folder):
+        return []
     start = pilot_genesis(folder)
     return read_records(folder.records("pilot"), read_blocks(folder.blocks("pilot"), start), start)
 

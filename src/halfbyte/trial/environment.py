@@ -44,7 +44,7 @@ def environment(machine: Machine) -> dict[str, Any]:
 
 def servers(settings: Settings, blocks: Sequence[BlockRecord]) -> dict[str, Any]:
     """Where each arm was served, and the versions that its server reported."""
-    found = {}
+    found: dict[str, Any] = {}
     for arm in ARMS:
         target = settings.target(arm)
         versions = {segment.server for block in blocks for segment in block.segments if segment.arm == arm}

@@ -21,7 +21,7 @@ from halfbyte.trial.records import ARMS
 from halfbyte.trial.scorers import source_hashes
 from halfbyte.trial.tasks import task_hashes
 
-__all__ = ["changes", "genesis", "make_lock", "pilot_genesis", "read_lock", "require_lock"]
+__all__ = ["changes", "genesis", "has_pilot", "make_lock", "pilot_genesis", "read_lock", "require_lock"]
 
 
 def make_lock(folder: TrialFolder, *, again: bool = False) -> dict[str, Any]:
@@ -115,6 +115,12 @@ def pilot_genesis(folder: TrialFolder) -> str:
     return digest({"phase": "pilot", **parts, "tasks": task_hashes(folder.tasks)})
 
 
+def has_pilot(folder: TrialFolder) -> bool:
+    """There is a pilot, of this baseline, these tasks and settings; one of others counts for nothing."""
+    note = read_json(folder.path / "pilot.json")
+    return note is not None and note.get("genesis") == pilot_genesis(folder)
+
+
 def _parts(folder: TrialFolder) -> dict[str, Any]:
     settings = folder.settings.to_json()
     parts: dict[str, Any] = {f"[{name}]": digest(value) for name, value in settings.items()}
@@ -126,6 +132,6 @@ def _parts(folder: TrialFolder) -> dict[str, Any]:
         path = artefact_folder(folder, folder.settings.target(arm))
         artefacts[arm] = fingerprint(path) if path is not None and path.is_dir() else None
     parts["artefact of"] = artefacts
-    pilot = read_blocks(folder.blocks("pilot"), pilot_genesis(folder)) if folder.blocks("pilot").exists() else []
+    pilot = read_blocks(folder.blocks("pilot"), pilot_genesis(folder)) if has_pilot(folder) else []
     parts["pilot"] = pilot[-1].chain if pilot else None
     return parts

@@ -129,7 +129,7 @@ class Run(Section):
     concurrency: Count = 4
     block_tasks: Natural = 0
     exclusive: bool = False
-    prefix_cache: Literal["off", "reset", "measure"] = "reset"
+    prefix_cache: Literal["off", "reset", "measure"] = "off"
     warmup: Natural = 2
     timeout: Positive = 120.0
     retries: Annotated[int, Field(ge=0, le=5)] = 0
