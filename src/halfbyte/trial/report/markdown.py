@@ -10,15 +10,13 @@ from halfbyte.html.table import markdown as tables
 from halfbyte.html.text import flatten
 from halfbyte.trial.records import ARMS
 from halfbyte.trial.report.arms import arm_tables, tag_table
+from halfbyte.trial.report.cases import Case, case, named
 from halfbyte.trial.report.content import (
-    Case,
     arm_name,
-    case,
     cost_table,
     facts,
     latency_table,
     memory_lines,
-    named,
     noise_lines,
     verdict,
 )

@@ -57,16 +57,17 @@ class Material:
     @cached_property
     def noise(self) -> Flips:
         """How pairs of the pilot differ: the baseline against itself."""
-        return flips(self._pilot_pairs)
+        return flips(self.pilot_pairs)
 
     @cached_property
-    def _pilot_pairs(self) -> tuple[Pair, ...]:
+    def pilot_pairs(self) -> tuple[Pair, ...]:
+        """Pairs of the pilot: both from the baseline."""
         return pair_up(self.pilot)[0]
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
         """Every task that ran in both arms."""
-        return outcomes(self.pairs, self._pilot_pairs)
+        return outcomes(self.pairs, self.pilot_pairs)
 
     @cached_property
     def task(self) -> Mapping[str, Task]:

@@ -15,17 +15,15 @@ from halfbyte.html.text import flatten
 from halfbyte.trial.integrity import Finding
 from halfbyte.trial.records import ARMS
 from halfbyte.trial.report.arms import arm_tables, latencies, tag_table
+from halfbyte.trial.report.cases import case, named, task_table
 from halfbyte.trial.report.charts import Bar, bars_chart, distribution_chart
 from halfbyte.trial.report.content import (
     arm_name,
-    case,
     cost_table,
     facts,
     latency_table,
     memory_lines,
-    named,
     noise_lines,
-    task_table,
     verdict,
 )
 from halfbyte.trial.report.dimensions import NOT_EVALUATED, dimensions
