@@ -21,7 +21,7 @@ from halfbyte.trial.records import ARMS
 from halfbyte.trial.scorers import source_hashes
 from halfbyte.trial.tasks import task_hashes
 
-__all__ = ["changes", "genesis", "has_pilot", "make_lock", "pilot_genesis", "read_lock", "require_lock"]
+__all__ = ["changes", "genesis", "has_pilot", "make_lock", "pilot_genesis", "read_lock", "require_lock", "require_unlocked"]
 
 
 def make_lock(folder: TrialFolder, *, again: bool = False) -> dict[str, Any]:
@@ -33,6 +33,23 @@ def make_lock(folder: TrialFolder, *, again: bool = False) -> dict[str, Any]:
     Raises:
         IntegrityError: records of a run exist, or a lock does and ``again`` was not given.
     """
+    require_unlocked(folder, again=again)
+    lock = {
+        "created": time.time(),
+        "halfbyte": __version__,
+        "parts": _parts(folder),
+        "settings": folder.settings.to_json(),
+    }
+    write_json(folder.lock, lock)
+    return lock
+
+
+def require_unlocked(folder: TrialFolder, *, again: bool = False) -> None:
+    """A lock may be made: nothing depends on an earlier one.
+
+    Raises:
+        IntegrityError: as :func:`make_lock`.
+    """
     records = folder.records("run")
     if records.exists() and records.stat().st_size:
         raise IntegrityError(
@@ -42,14 +59,6 @@ def make_lock(folder: TrialFolder, *, again: bool = False) -> dict[str, Any]:
         )
     if folder.lock.exists() and not again:
         raise IntegrityError("the trial is locked already", where=str(folder.lock), fix="--again replaces the lock")
-    lock = {
-        "created": time.time(),
-        "halfbyte": __version__,
-        "parts": _parts(folder),
-        "settings": folder.settings.to_json(),
-    }
-    write_json(folder.lock, lock)
-    return lock
 
 
 def read_lock(folder: TrialFolder) -> dict[str, Any]:
