@@ -35,7 +35,11 @@ def test_one_repeat_is_tango(n: int, data: st.DataObject) -> None:
 
 def test_constrained_distribution_is_the_likeliest() -> None:
     """Against a general optimiser, with the bottom of the scale unseen and needed, and without."""
-    for values, difference in (([0.0, 0.0, 0.25, -0.25, 0.5, 0.0], -0.2), ([0.0] * 7 + [-0.5], -0.4), ([-1.0, 0.5, 0.0], -0.3)):
+    for values, difference in (
+        ([0.0, 0.0, 0.25, -0.25, 0.5, 0.0], -0.2),
+        ([0.0] * 7 + [-0.5], -0.4),
+        ([-1.0, 0.5, 0.0], -0.3),
+    ):
         support, p = repeats.null_distribution(values, difference)
         counts = np.array([np.isclose(values, v).sum() for v in support], float)
 

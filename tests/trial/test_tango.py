@@ -132,7 +132,9 @@ def test_coverage_by_enumeration(n: int, flips: float) -> None:
     covered = 0.0
     for gains in range(n + 1):
         for losses in range(n + 1 - gains):
-            chance = scipy.stats.multinomial.pmf([gains, losses, n - gains - losses], n, [flips / 2, flips / 2, 1 - flips])
+            chance = scipy.stats.multinomial.pmf(
+                [gains, losses, n - gains - losses], n, [flips / 2, flips / 2, 1 - flips]
+            )
             if chance > 1e-9:
                 low, high = tango.interval(gains, losses, n, 0.05)
                 covered += chance * (low <= 0 <= high)

@@ -35,7 +35,10 @@ def chance(gains: np.ndarray, losses: np.ndarray, n: int, difference: float, fli
     for i, share in enumerate(flips):
         cells = ((share + difference) / 2, (share - difference) / 2, 1 - share)
         with np.errstate(divide="ignore", invalid="ignore"):
-            terms = [np.where(k > 0, k * np.log(max(p, 0.0)), 0.0) for k, p in zip((gains, losses, n - gains - losses), cells)]
+            terms = [
+                np.where(k > 0, k * np.log(max(p, 0.0)), 0.0)
+                for k, p in zip((gains, losses, n - gains - losses), cells)
+            ]
         total[i] = np.exp(ways + sum(terms)).sum()
     return total
 

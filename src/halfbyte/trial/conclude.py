@@ -16,7 +16,6 @@ from halfbyte.trial.integrity import Finding, assess, problems
 from halfbyte.trial.journal import read_blocks, read_records
 from halfbyte.trial.lock import genesis, has_pilot, pilot_genesis, require_lock
 from halfbyte.trial.outcome import Decision
-from halfbyte.trial.preflight import read_preflight
 from halfbyte.trial.records import ARMS, Arm, ArmUsage, Record
 from halfbyte.trial.report import Material
 from halfbyte.trial.report import write as write_report
@@ -81,9 +80,8 @@ def recompute(folder: TrialFolder) -> Outcome:
     )
     stored = read_json(folder.path / "environment.json") or {}
     environment = stored | {"servers": servers(folder.settings, blocks)}
-    return Outcome(
-        decision, records, blocks, read_pilot(folder), usage, [*findings, *read_preflight(folder)], environment
-    )
+    preflight = [Finding.from_json(finding, "lock.json") for finding in lock["preflight"]]
+    return Outcome(decision, records, blocks, read_pilot(folder), usage, [*findings, *preflight], environment)
 
 
 def conclude(folder: TrialFolder) -> Outcome:
