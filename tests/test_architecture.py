@@ -134,6 +134,9 @@ def test_files_do_not_import_each_other_in_circles() -> None:
         "halfbyte.report",
         "halfbyte.study",
         "halfbyte.trial.report",
+        "halfbyte.trial.run",
+        "halfbyte.trial.verify",
+        "halfbyte.trial.probe",
         "halfbyte.cli.main",
     ],
 )

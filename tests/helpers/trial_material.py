@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from halfbyte.trial.integrity import Finding
 from halfbyte.trial.outcome import EXIT_CODES, Check, Decision, Verdict
 from halfbyte.trial.records import Arm, ArmUsage, Phase, Record
-from halfbyte.trial.report.material import IntegrityCheck, Material
+from halfbyte.trial.report.material import Material
 from halfbyte.trial.settings import Settings
 from halfbyte.trial.tasks import Task
 
@@ -115,7 +116,7 @@ def material(
     pilot: Sequence[Record] = (),
     found: Decision | None = None,
     used: Mapping[Arm, ArmUsage] | None = None,
-    integrity: Sequence[IntegrityCheck] = (),
+    integrity: Sequence[Finding] = (),
     environment: Mapping[str, Any] | None = None,
     given: Settings | None = None,
 ) -> Material:

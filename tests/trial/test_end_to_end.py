@@ -130,6 +130,7 @@ def test_a_second_run_of_a_finished_trial_sends_nothing(tmp_path: Path) -> None:
         sent = len(first.bodies)
         assert trial("run", folder) == code
         assert len(first.bodies) == sent
+        assert steps(folder, "check", "verify") == [0, code]  # another preflight changes nothing that was locked
 
 
 def test_review_keeps_notes_and_leaves_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,10 +172,11 @@ def lock(
     from halfbyte.trial.folder import TrialFolder
     from halfbyte.trial.hardware import this_machine
     from halfbyte.trial.integrity import problems
-    from halfbyte.trial.lock import make_lock
+    from halfbyte.trial.lock import make_lock, require_unlocked
     from halfbyte.trial.preflight import require_preflight
 
     trial = TrialFolder.open(folder)
+    require_unlocked(trial, again=again)
     if failed := problems(static_findings(trial, this_machine())):
         _show(failed, False)
         return UNAVAILABLE

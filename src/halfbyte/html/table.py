@@ -11,6 +11,8 @@ from halfbyte.html.text import visible
 __all__ = ["Table", "fenced", "inline", "markdown"]
 
 _MARKS = re.compile(r"[\\`*_\[\]|#~!$]")
+#: what would begin a list, or underline a heading
+_START = re.compile(r"^(\d{0,9})([-+.)])(?=\s|$)|^()([-=])(?=[-=\s]*$)")
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "://": "&#58;//", "www.": "www&#46;"}
 _ENTITY = re.compile("|".join(map(re.escape, _ENTITIES)))
 
@@ -35,8 +37,8 @@ def markdown(tables: Sequence[Table]) -> str:
 
 def inline(text: str) -> str:
     """Text for a line or a table's cell: no mark-up, no HTML, no link comes of it; line ends become spaces."""
-    text = re.sub(r"\s*[\n\r]+\s*", " ", text.replace("\t", " "))
-    text = _MARKS.sub(r"\\\g<0>", visible(text))
+    text = visible(re.sub(r"[\t\n\r]+", " ", text)).strip()
+    text = _START.sub(r"\1\3\\\2\4", _MARKS.sub(r"\\\g<0>", text))
     return _ENTITY.sub(lambda m: _ENTITIES[m.group()], text)
 
 

@@ -16,9 +16,8 @@ from halfbyte.trial.integrity import Finding, assess, problems
 from halfbyte.trial.journal import read_blocks, read_records
 from halfbyte.trial.lock import genesis, has_pilot, pilot_genesis, require_lock
 from halfbyte.trial.outcome import Decision
-from halfbyte.trial.preflight import read_preflight
 from halfbyte.trial.records import ARMS, Arm, ArmUsage, Record
-from halfbyte.trial.report import IntegrityCheck, Material
+from halfbyte.trial.report import Material
 from halfbyte.trial.report import write as write_report
 from halfbyte.trial.usage import arm_peaks, arm_usage
 
@@ -81,9 +80,8 @@ def recompute(folder: TrialFolder) -> Outcome:
     )
     stored = read_json(folder.path / "environment.json") or {}
     environment = stored | {"servers": servers(folder.settings, blocks)}
-    return Outcome(
-        decision, records, blocks, read_pilot(folder), usage, [*findings, *read_preflight(folder)], environment
-    )
+    preflight = [Finding.from_json(finding, "lock.json") for finding in lock["preflight"]]
+    return Outcome(decision, records, blocks, read_pilot(folder), usage, [*findings, *preflight], environment)
 
 
 def conclude(folder: TrialFolder) -> Outcome:
@@ -94,7 +92,6 @@ def conclude(folder: TrialFolder) -> Outcome:
     """
     outcome = recompute(folder)
     write_json(folder.outcome, outcome.to_json())
-    integrity = [IntegrityCheck(f.topic, f.name, f.ok, f.detail) for f in outcome.integrity]
     material = Material(
         decision=outcome.decision,
         records=outcome.records,
@@ -102,7 +99,7 @@ def conclude(folder: TrialFolder) -> Outcome:
         tasks=folder.tasks,
         settings=folder.settings,
         usage=outcome.usage,
-        integrity=integrity,
+        integrity=outcome.integrity,
         environment=outcome.environment,
     )
     write_report(folder.path, material)

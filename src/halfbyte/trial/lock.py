@@ -17,11 +17,21 @@ from halfbyte.trial.errors import IntegrityError, UnavailableError
 from halfbyte.trial.fingerprint import fingerprint
 from halfbyte.trial.folder import TrialFolder, read_json, write_json
 from halfbyte.trial.journal import read_blocks
+from halfbyte.trial.preflight import read_preflight
 from halfbyte.trial.records import ARMS
 from halfbyte.trial.scorers import source_hashes
 from halfbyte.trial.tasks import task_hashes
 
-__all__ = ["changes", "genesis", "has_pilot", "make_lock", "pilot_genesis", "read_lock", "require_lock"]
+__all__ = [
+    "changes",
+    "genesis",
+    "has_pilot",
+    "make_lock",
+    "pilot_genesis",
+    "read_lock",
+    "require_lock",
+    "require_unlocked",
+]
 
 
 def make_lock(folder: TrialFolder, *, again: bool = False) -> dict[str, Any]:
@@ -33,6 +43,24 @@ def make_lock(folder: TrialFolder, *, again: bool = False) -> dict[str, Any]:
     Raises:
         IntegrityError: records of a run exist, or a lock does and ``again`` was not given.
     """
+    require_unlocked(folder, again=again)
+    lock = {
+        "created": time.time(),
+        "halfbyte": __version__,
+        "parts": _parts(folder),
+        "preflight": [finding.to_json() for finding in read_preflight(folder)],
+        "settings": folder.settings.to_json(),
+    }
+    write_json(folder.lock, lock)
+    return lock
+
+
+def require_unlocked(folder: TrialFolder, *, again: bool = False) -> None:
+    """A lock may be made: nothing depends on an earlier one.
+
+    Raises:
+        IntegrityError: as :func:`make_lock`.
+    """
     records = folder.records("run")
     if records.exists() and records.stat().st_size:
         raise IntegrityError(
@@ -42,14 +70,6 @@ def make_lock(folder: TrialFolder, *, again: bool = False) -> dict[str, Any]:
         )
     if folder.lock.exists() and not again:
         raise IntegrityError("the trial is locked already", where=str(folder.lock), fix="--again replaces the lock")
-    lock = {
-        "created": time.time(),
-        "halfbyte": __version__,
-        "parts": _parts(folder),
-        "settings": folder.settings.to_json(),
-    }
-    write_json(folder.lock, lock)
-    return lock
 
 
 def read_lock(folder: TrialFolder) -> dict[str, Any]:
@@ -64,7 +84,7 @@ def read_lock(folder: TrialFolder) -> dict[str, Any]:
             "the trial is not locked", where=str(folder.lock), fix=f"halfbyte trial lock {folder.path}"
         )
     lock = read_json(folder.lock)
-    if lock is None or not isinstance(lock.get("parts"), dict) or "created" not in lock:
+    if lock is None or not isinstance(lock.get("parts"), dict) or not {"created", "preflight"} <= lock.keys():
         raise IntegrityError("the lock is damaged", where=str(folder.lock))
     return lock
 
@@ -105,7 +125,7 @@ def changes(lock: Mapping[str, Any], folder: TrialFolder) -> list[str]:
 
 def genesis(lock: Mapping[str, Any]) -> str:
     """Where the chain of a run starts."""
-    return digest({"created": lock["created"], "parts": lock["parts"]})
+    return digest({name: lock[name] for name in ("created", "parts", "preflight")})
 
 
 def pilot_genesis(folder: TrialFolder) -> str:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from halfbyte.html.page import write as write_text
 from halfbyte.trial.report.markdown import markdown
-from halfbyte.trial.report.material import IntegrityCheck, Material
+from halfbyte.trial.report.material import Material
 from halfbyte.trial.report.page import page
 
-__all__ = ["IntegrityCheck", "Material", "markdown", "page", "write"]
+__all__ = ["Material", "markdown", "page", "write"]
 
 
 def write(folder: Path, material: Material) -> tuple[Path, Path]:

@@ -12,6 +12,7 @@ from html import escape
 from typing import Literal
 
 from halfbyte.html.scale import Axis, linear_axis, logarithmic_axis
+from halfbyte.html.text import visible
 from halfbyte.trial.records import ARMS
 
 __all__ = ["Bar", "bars_chart", "distribution_chart", "limit_strip"]
@@ -94,17 +95,17 @@ def bars_chart(
     parts, y = [], 4.0
     for bar in groups:
         parts.append(
-            f'<text class="tick" x="{NAMES - 8}" y="{y + ROW + 4:.1f}" text-anchor="end">{escape(bar.name)}</text>'
+            f'<text class="tick" x="{NAMES - 8}" y="{y + ROW + 4:.1f}" text-anchor="end">{_text(bar.name)}</text>'
         )
         for kind, colour, value, words in zip(kinds, colours, bar.values, bar.words):
             end = NAMES if value is None else x.pixel(value)
             if value is not None:
                 width = max(1.0, end - NAMES)
                 parts.append(
-                    f'<g><title>{escape(f"{bar.name}, {kind}: {words}")}</title><rect class="area c{colour}" '
+                    f'<g><title>{_text(f"{bar.name}, {kind}: {words}")}</title><rect class="area c{colour}" '
                     f'x="{NAMES}" y="{y + 2:.1f}" width="{width:.1f}" height="{ROW - 4}"/></g>'
                 )
-            parts.append(f'<text class="tick" x="{end + 6:.1f}" y="{y + ROW / 2 + 4:.1f}">{escape(words)}</text>')
+            parts.append(f'<text class="tick" x="{end + 6:.1f}" y="{y + ROW / 2 + 4:.1f}">{_text(words)}</text>')
             y += ROW
         y += 8
     parts.insert(0, f'<path class="axis" d="M{NAMES},2V{y - 6:.1f}"/>')
@@ -141,10 +142,14 @@ def distribution_chart(label: str, series: Sequence[Sequence[float]], *, x_label
             steps = "".join(f"H{at}V{y.pixel(share):.1f}" for at, share in reached.items())
             parts.append(f'<path class="line c{colour}" d="M{LEFT},{bottom}{steps}H{WIDTH - RIGHT}"/>')
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text class="tick" x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>')
+    parts.append(f'<text class="tick" x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{_text(x_label)}</text>')
     return _svg(label, parts, WIDTH, HEIGHT)
 
 
 def _svg(label: str, parts: Sequence[str], width: float, height: float) -> str:
     body = "".join(parts)
-    return f'<svg viewBox="0 0 {width} {math.ceil(height)}" role="img" aria-label="{escape(label)}">{body}</svg>'
+    return f'<svg viewBox="0 0 {width} {math.ceil(height)}" role="img" aria-label="{_text(label)}">{body}</svg>'
+
+
+def _text(text: str) -> str:
+    return escape(visible(text))

@@ -1,42 +1,31 @@
-"""What the page and its Markdown twin both say: verdict, facts, memory, cost, noise, cases."""
+"""What the page and its Markdown twin both say: verdict, facts, memory, cost, latency, noise."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from halfbyte.html.table import Table
 from halfbyte.trial.cost import CostComparison, compare_costs
-from halfbyte.trial.pairs import Pair
-from halfbyte.trial.records import ARMS, Arm, Record
+from halfbyte.trial.records import ARMS, Arm
 from halfbyte.trial.report.arms import latencies, pass_rate
 from halfbyte.trial.report.material import Material
-from halfbyte.trial.report.pairs import Outcome, flips, said
+from halfbyte.trial.report.pairs import flips
 from halfbyte.trial.report.words import NONE, memory, money, per_cent, points, ratio, seconds, share
 from halfbyte.trial.settings import Target
 from halfbyte.trial.statistics.percentiles import percentile, requests_needed
-from halfbyte.trial.tasks import Task
 
 __all__ = [
-    "CASES_SHOWN",
-    "Case",
     "Verdict",
     "arm_name",
-    "case",
     "cost_table",
     "facts",
     "latency_table",
     "memory_lines",
-    "named",
     "noise_lines",
-    "task_table",
     "verdict",
 ]
-
-#: Tasks shown with their texts; the others are named.
-CASES_SHOWN = 40
 
 _TITLES = {
     "keep": (
@@ -62,32 +51,10 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A task with both outputs beside each other.
-
-    Arguments:
-        scores: what each arm passed, in words.
-        remarks: critical, noise, failures.
-        same: how many characters both texts begin with alike.
-    """
-
-    task: str
-    remarks: tuple[str, ...]
-    prompt: str
-    expected: str
-    scores: tuple[str, str]
-    texts: tuple[str, str]
-    ends: tuple[str, str]
-    same: int
-
-
 def verdict(material: Material) -> Verdict:
     """The decision in words."""
     decision = material.decision
     title, sentence = _TITLES[decision.verdict]
-    if decision.verdict == "inconclusive" and decision.more_tasks is not None:
-        sentence += f" About {decision.more_tasks} more tasks would settle it."
     return Verdict(decision.verdict, title, sentence, decision.reasons)
 
 
@@ -107,7 +74,7 @@ def facts(material: Material) -> Iterator[tuple[str, str, str]]:
     if check is not None and check.estimate is not None:
         interval = ""
         if check.low is not None and check.high is not None:
-            interval = f"{points(check.low)} to {points(check.high)}"
+            interval = f"{100 * check.low:+.1f} to {points(check.high)}"
         yield "difference", points(check.estimate), interval
     seen = flips(material.pairs)
     yield "regressions", str(len(material.regressions)), f"tasks; {len(material.gains)} gained"
@@ -165,7 +132,7 @@ def _cost_rows(found: CostComparison) -> Table:
         ("set-up, spread", lambda a: a.setup_per_1k),
         ("upkeep, spread", lambda a: a.operating_per_1k),
         ("all, 1000 requests", lambda a: a.per_1k),
-        ("all, a passed task", lambda a: a.per_passed),
+        ("all, 1000 passed tasks", lambda a: None if a.per_passed is None else 1000 * a.per_passed),
     ]
     return Table("Cost", [["", *ARMS], *(row(name, value) for name, value in rows)])
 
@@ -209,82 +176,6 @@ def noise_lines(material: Material) -> str:
     text += f"{share(seen.texts, seen.pairs)} differ in text. "
     if not noise.pairs:
         return text + "No A/A pilot was run, so nobody knows how much of that is noise."
-    text += f"A/A pilot, the baseline against itself: {share(noise.flipped, noise.pairs)} of pairs flip, "
+    reseeded = any(pair.baseline.seed != pair.candidate.seed for pair in material.pilot_pairs)
+    text += f"A/A pilot, the baseline against itself{' with other seeds' if reseeded else ''}: {share(noise.flipped, noise.pairs)} of pairs flip, "
     return text + f"{share(noise.texts, noise.pairs)} differ in text."
-
-
-def case(material: Material, outcome: Outcome) -> Case:
-    """A task's outputs beside each other: of the repeat in which the outcome changed."""
-    pair, task = outcome.shown, material.task.get(outcome.task)
-    before, after = outcome.passes
-    n = len(outcome.pairs)
-    remarks = []
-    if material.critical(outcome.task):
-        remarks.append("critical")
-    if n > 1:
-        remarks.append(f"repeat {pair.baseline.repeat + 1} of {n} shown")
-    if outcome.noise_pairs:
-        flipping = f"flips in {outcome.noise} of {outcome.noise_pairs} A/A pairs"
-        remarks.append(flipping if outcome.noise else "does not flip in the A/A pilot")
-    return Case(
-        task=outcome.task,
-        remarks=tuple(remarks),
-        prompt="(not in the task file)" if task is None else _prompt(task),
-        expected="" if task is None else _expected(task),
-        scores=(f"passed {before} of {n}", f"passed {after} of {n}"),
-        texts=(said(pair.baseline), said(pair.candidate)),
-        ends=(_end(pair.baseline), _end(pair.candidate)),
-        same=_common(pair),
-    )
-
-
-def task_table(material: Material) -> Table:
-    """Every task with what both arms passed."""
-    rows = [["task", "tags", *ARMS, "A/A flips"]]
-    for outcome in material.outcomes:
-        task = material.task.get(outcome.task)
-        n = len(outcome.pairs)
-        noise = f"{outcome.noise} of {outcome.noise_pairs}" if outcome.noise_pairs else ""
-        tags = "" if task is None else ", ".join(task.tags)
-        rows.append([outcome.task, tags, *(f"{passed} of {n}" for passed in outcome.passes), noise])
-    return Table("All tasks", rows)
-
-
-def named(outcomes: Sequence[Outcome]) -> tuple[Sequence[Outcome], list[str]]:
-    """Those to be shown, and the names of the rest."""
-    return outcomes[:CASES_SHOWN], [outcome.task for outcome in outcomes[CASES_SHOWN:]]
-
-
-def _end(record: Record) -> str:
-    if record.error is not None:
-        return f"failed: {record.error}"
-    tokens = "" if record.completion_tokens is None else f", {record.completion_tokens} tokens"
-    return f"ended by {record.finish_reason or 'no given reason'}{tokens}, {seconds(record.latency)}"
-
-
-def _prompt(task: Task) -> str:
-    if task.prompt is not None:
-        return task.prompt
-    lines = []
-    for message in task.messages or ():
-        content = message.get("content")
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        lines.append(f"[{message.get('role')}] {text}")
-    return "\n".join(lines)
-
-
-def _expected(task: Task) -> str:
-    spec = task.scorer
-    expected = task.expected
-    words = (
-        "" if expected is None else expected if isinstance(expected, str) else json.dumps(expected, ensure_ascii=False)
-    )
-    how = {"regex": spec.pattern, "json_schema": json.dumps(spec.schema_, ensure_ascii=False), "python": spec.function}
-    detail = how.get(spec.type)
-    scorer = f"{spec.type}{f' {detail}' if detail else ''}"
-    return f"{words}\n({scorer})" if words else f"({scorer})"
-
-
-def _common(pair: Pair) -> int:
-    a, b = said(pair.baseline), said(pair.candidate)
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from halfbyte.html.scale import number
+from halfbyte.trial.integrity import Finding, Topic
 from halfbyte.trial.records import ARMS
 from halfbyte.trial.report.arms import latencies, pass_rate, tool_rate
-from halfbyte.trial.report.material import IntegrityCheck, Material, Topic
+from halfbyte.trial.report.material import Material
 from halfbyte.trial.report.pairs import flips
 from halfbyte.trial.report.words import memory, per_cent, seconds, share
 from halfbyte.trial.statistics.percentiles import percentile, requests_needed
@@ -102,7 +103,7 @@ def _operations(material: Material) -> Iterator[str]:
             kinds = sorted({r.failure or "" for r in failed})
             yield f"{arm}: {share(len(failed), len(records))} requests failed{': ' + ', '.join(kinds) if kinds else ''}."
     cost = material.settings.cost
-    if cost.setup_hours or cost.operating_per_month:
+    if material.records and (cost.setup_hours or cost.operating_per_month):
         yield (
             f"assumed: {number(cost.setup_hours)} hours of set-up, {number(cost.operating_per_month)} {cost.currency} "
             "a month to look after the candidate."
@@ -149,6 +150,6 @@ def _checks(material: Material, *topics: Topic) -> Iterator[str]:
             yield _sentence(check)
 
 
-def _sentence(check: IntegrityCheck) -> str:
+def _sentence(check: Finding) -> str:
     state = "holds" if check.ok else "does not hold"
     return f"{check.name}: {state}{f' ({check.detail})' if check.detail else ''}."

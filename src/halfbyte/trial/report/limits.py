@@ -109,4 +109,7 @@ def _interval(check: Check, say: Callable[[float], str]) -> str:
     low, high = check.low, check.high
     if low is None or high is None:
         return "" if low is high else f"up to {say(high)}" if high is not None else f"from {say(low or 0.0)}"
-    return "" if low == check.estimate == high else f"{say(low)} to {say(high)}"
+    if low == check.estimate == high:
+        return ""
+    first, unit, last = say(low), say(high).partition(" ")[2], say(high)
+    return f"{first.removesuffix(f' {unit}') if unit else first} to {last}"

@@ -10,15 +10,13 @@ from halfbyte.html.table import markdown as tables
 from halfbyte.html.text import flatten
 from halfbyte.trial.records import ARMS
 from halfbyte.trial.report.arms import arm_tables, tag_table
+from halfbyte.trial.report.cases import Case, case, named
 from halfbyte.trial.report.content import (
-    Case,
     arm_name,
-    case,
     cost_table,
     facts,
     latency_table,
     memory_lines,
-    named,
     noise_lines,
     verdict,
 )
@@ -30,7 +28,7 @@ from halfbyte.trial.report.words import memory
 
 __all__ = ["markdown"]
 
-_STATES = {True: "holds", False: "**does not hold**", None: "not checked"}
+_STATES = {True: "holds", False: "**does not hold**", None: "for the reader"}
 
 
 def markdown(material: Material) -> str:
@@ -62,7 +60,7 @@ def _parts(material: Material) -> Iterator[str]:
     yield "## Integrity\n"
     yield "| check | result | found |\n| --- | --- | --- |"
     for check in material.integrity:
-        yield f"| {inline(check.name)} | {_STATES[check.ok]} | {inline(check.detail)} |"
+        yield f"| {inline(check.name)} | {_STATES[check.ok]} | {inline(f'{check.detail} {check.fix}'.strip())} |"
     yield "\n## Eight dimensions\n"
     for dimension in dimensions(material):
         yield f"**{dimension.name.capitalize()}**{'' if dimension.evaluated else f': {NOT_EVALUATED}'}\n"

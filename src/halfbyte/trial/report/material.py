@@ -5,36 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
+from halfbyte.trial.integrity import Finding
 from halfbyte.trial.outcome import Decision
 from halfbyte.trial.pairs import Pair
-from halfbyte.trial.records import Arm, ArmUsage, Record, Strict
+from halfbyte.trial.records import Arm, ArmUsage, Record
 from halfbyte.trial.report.pairs import Flips, Outcome, flips, outcomes, pair_up
 from halfbyte.trial.settings import Settings
 from halfbyte.trial.tasks import Task
 
-__all__ = ["IntegrityCheck", "Material", "Topic"]
-
-#: What an integrity check is about; the evaluation dimensions draw on it.
-Topic = Literal["lock", "chain", "pairing", "template", "cache", "memory", "overlap", "preflight", "environment"]
-
-
-@dataclass(frozen=True)
-class IntegrityCheck(Strict):
-    """One thing that had to hold for the numbers to mean anything.
-
-    Arguments:
-        topic: what it is about.
-        name: in words.
-        ok: None where it was not checked.
-        detail: what was found.
-    """
-
-    topic: Topic
-    name: str
-    ok: bool | None
-    detail: str
+__all__ = ["Material"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +37,7 @@ class Material:
     tasks: Sequence[Task]
     settings: Settings
     usage: Mapping[Arm, ArmUsage]
-    integrity: Sequence[IntegrityCheck]
+    integrity: Sequence[Finding]
     environment: Mapping[str, Any]
 
     @cached_property
@@ -76,16 +57,17 @@ class Material:
     @cached_property
     def noise(self) -> Flips:
         """How pairs of the pilot differ: the baseline against itself."""
-        return flips(self._pilot_pairs)
+        return flips(self.pilot_pairs)
 
     @cached_property
-    def _pilot_pairs(self) -> tuple[Pair, ...]:
+    def pilot_pairs(self) -> tuple[Pair, ...]:
+        """Pairs of the pilot: both from the baseline."""
         return pair_up(self.pilot)[0]
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
         """Every task that ran in both arms."""
-        return outcomes(self.pairs, self._pilot_pairs)
+        return outcomes(self.pairs, self.pilot_pairs)
 
     @cached_property
     def task(self) -> Mapping[str, Task]:

@@ -12,28 +12,29 @@ from halfbyte.html.page import render
 from halfbyte.html.panel import Panel
 from halfbyte.html.table import Table
 from halfbyte.html.text import flatten
+from halfbyte.trial.integrity import Finding
 from halfbyte.trial.records import ARMS
 from halfbyte.trial.report.arms import arm_tables, latencies, tag_table
+from halfbyte.trial.report.cases import case, named, task_table
 from halfbyte.trial.report.charts import Bar, bars_chart, distribution_chart
 from halfbyte.trial.report.content import (
     arm_name,
-    case,
     cost_table,
     facts,
     latency_table,
     memory_lines,
-    named,
     noise_lines,
-    task_table,
     verdict,
 )
 from halfbyte.trial.report.dimensions import NOT_EVALUATED, dimensions
 from halfbyte.trial.report.limits import limit_rows
-from halfbyte.trial.report.material import IntegrityCheck, Material
+from halfbyte.trial.report.material import Material
 from halfbyte.trial.report.pairs import Outcome, flips
 from halfbyte.trial.report.words import memory, per_cent
 
 __all__ = ["page"]
+
+_STATES = {True: ("holds", "right"), False: ("does not hold", "wrong"), None: ("for the reader", "soft")}
 
 
 def page(material: Material) -> str:
@@ -75,11 +76,9 @@ def _cases(material: Material, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {"shown": [case(material, outcome) for outcome in shown], "rest": rest}
 
 
-def _check(check: IntegrityCheck) -> dict[str, str]:
-    state, colour = {True: ("holds", "right"), False: ("does not hold", "wrong"), None: ("not checked", "soft")}[
-        check.ok
-    ]
-    return {"name": check.name, "detail": check.detail, "state": state, "colour": colour}
+def _check(check: Finding) -> dict[str, str]:
+    state, colour = _STATES[check.ok]
+    return {"name": check.name, "detail": check.detail, "fix": check.fix, "state": state, "colour": colour}
 
 
 def _memory_chart(material: Material) -> str:
