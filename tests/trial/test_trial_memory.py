@@ -40,7 +40,7 @@ def test_missing_or_damaged_weights(tmp_path: Path) -> None:
 
 
 def test_kv_bytes_are_those_of_the_engine() -> None:
-    from halfbyte.cli.footprint import kv_bytes, open_architecture
+    from halfbyte.planning.footprint import kv_bytes, open_architecture
     from halfbyte.models.precision import PRESETS
 
     folder = model_folder("tiny")

@@ -1,7 +1,7 @@
 """What serving costs: per 1000 requests and per passed task, set-up and upkeep spread over requests, and the break-even day.
 
-Serving is the wall time in which an arm has a request in flight at the trial's load, priced by the hour: the whole machine, or the share of its
-memory that the arm's peak takes where others use the rest. Set-up is spread evenly over the requests of the horizon.
+Serving is the time with a request of an arm in flight, at the trial's load, priced by the hour: the whole machine, or the share
+of its memory that the arm's peak takes where others use the rest. Set-up is spread evenly over the requests of the horizon.
 """
 
 from __future__ import annotations
