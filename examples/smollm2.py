@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shutil
 import tempfile
 import zipfile
 from dataclasses import replace
@@ -67,6 +68,8 @@ def convert(gguf: Path, out: Path, scratch: Path) -> None:
     architecture = replace(architecture, tie_embeddings=model.lm_head.weight is model.model.embed_tokens.weight)
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in model.named_parameters()}
     save_checkpoint(out, architecture, tensors, tokenizer_from=scratch, overwrite=True)
+    # The GGUF file states apache-2.0, which is also our licence: the same text.
+    shutil.copyfile(Path(__file__).parents[1] / "LICENSE", out / "LICENSE")
 
 
 if __name__ == "__main__":

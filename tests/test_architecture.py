@@ -20,6 +20,7 @@ FLOORS = {
     "errors": 0,
     "config": 1,
     "formats": 1,
+    "html": 1,
     "kernels": 2,
     "models": 3,
     "guidance": 4,
@@ -31,6 +32,7 @@ FLOORS = {
     "quantize": 6,
     "serve": 7,
     "diagnosis": 7,
+    "planning": 7,
     "train": 7,
     "bench": 8,
     "report": 8,
@@ -126,7 +128,18 @@ def test_files_do_not_import_each_other_in_circles() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["halfbyte", "halfbyte.errors", "halfbyte.config", "halfbyte.report", "halfbyte.study", "halfbyte.cli.main"],
+    [
+        "halfbyte",
+        "halfbyte.errors",
+        "halfbyte.config",
+        "halfbyte.report",
+        "halfbyte.study",
+        "halfbyte.trial.report",
+        "halfbyte.trial.run",
+        "halfbyte.trial.verify",
+        "halfbyte.trial.probe",
+        "halfbyte.cli.main",
+    ],
 )
 def test_imports_without_torch(module: str) -> None:
     code = (

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -20,6 +20,8 @@ from halfbyte.objective.corrections import CORRECTIONS
 from halfbyte.report import panels
 from halfbyte.study.arms import BUILT_IN
 from halfbyte.study.plan import StudySection
+from halfbyte.trial.settings import Settings, Target
+from halfbyte.trial.tasks import ScorerSpec, Task
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -97,6 +99,16 @@ def test_arms_and_keys_of_a_study_are_listed() -> None:
     ] == []
     listed = {row[0].strip("`") for row in rows("study.md") if row[0].startswith("`")}
     assert set(StudySection.model_fields) <= listed
+
+
+def test_keys_of_a_trial_are_listed() -> None:
+    cells = {key.strip("`") for row in rows("trial.md") for key in row[0].split(", ")}
+    sections = {name: info.annotation for name, info in Settings.model_fields.items()}
+    assert set(Target.model_fields) <= cells
+    for name, section in sections.items():
+        if section is not Target:
+            assert {f"{name}.{key}" for key in section.model_fields} - cells == set(), name
+    assert {*Task.model_fields, *get_args(ScorerSpec.model_fields["type"].annotation)} - cells == set()
 
 
 def test_metrics_of_the_report_are_explained() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfbyte.html.scale import linear_axis, logarithmic_axis, number
 from halfbyte.report.chart import HEIGHT, LEFT, RIGHT, WIDTH, Line, Point, line_chart, smooth, stacked_chart, thin
-from halfbyte.report.scale import linear_axis, logarithmic_axis, number
 
 finite = st.floats(-1e12, 1e12, allow_nan=False)
 

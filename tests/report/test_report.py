@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfbyte.errors import DataError
+from halfbyte.html.text import flatten, visible
 from halfbyte.report import build
-from halfbyte.report.page import flatten, render, visible
+from halfbyte.report.page import render
 from halfbyte.report.records import Record, read_record, read_samples
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from study_case import record
 
+from halfbyte.html.table import markdown
 from halfbyte.report.estimates import Interval, Small, Spot, forest_chart, scatter_chart, small_multiples
 from halfbyte.report.study import render_study
-from halfbyte.report.study_tables import markdown, status_line, study_tables
+from halfbyte.report.study_tables import status_line, study_tables
 from halfbyte.study.analysis import analyse
 
 ARMS = ("bf16", "fp4-naive", "qat", "trace", "triage", "parity")

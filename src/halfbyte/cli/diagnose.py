@@ -75,6 +75,7 @@ def _page(
     source: str, found: Diagnosis, steps: list[Diagnosis], tables: list[tuple[str, list[list[str]]]], correction: str
 ) -> str:
     from halfbyte.diagnosis.overview import facts
+    from halfbyte.html.table import Table
     from halfbyte.report import diagnosis as page
     from halfbyte.report import mismatch
 
@@ -93,7 +94,7 @@ def _page(
         mismatch.weight_histogram(samples, correction),
         mismatch.indicator(series("segment/over_threshold"), series("reward/mean")),
     ]
-    shown = [page.Table(title, rows) for title, rows in tables]
+    shown = [Table(title, rows) for title, rows in tables]
     return page.render_diagnosis(page.DiagnosisPage(source, facts(found), panels, shown))
 
 

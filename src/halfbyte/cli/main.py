@@ -17,12 +17,14 @@ from halfbyte.cli.bench import make_bench
 from halfbyte.cli.diagnose import diagnose
 from halfbyte.cli.doctor import doctor
 from halfbyte.cli.generate import generate
+from halfbyte.cli.plan import plan
 from halfbyte.cli.quantize import quantize
 from halfbyte.cli.refit import make_refit
 from halfbyte.cli.report import report
 from halfbyte.cli.serve import serve
 from halfbyte.cli.study import make_study
 from halfbyte.cli.train import train
+from halfbyte.cli.trial import make_trial
 from halfbyte.errors import UserError
 
 __all__ = ["main", "make_app"]
@@ -37,11 +39,12 @@ def make_app() -> App:
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
     )
-    for command in (train, generate, quantize, serve, report, diagnose, doctor):
+    for command in (train, generate, quantize, serve, plan, report, diagnose, doctor):
         app.command(command)
     app.command(make_bench())
     app.command(make_refit())
     app.command(make_study())
+    app.command(make_trial())
     return app
 
 

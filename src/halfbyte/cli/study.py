@@ -74,7 +74,7 @@ def report(
     from rich.console import Console
     from rich.table import Table
 
-    from halfbyte.report.study_tables import markdown as as_markdown
+    from halfbyte.html.table import markdown as as_markdown
     from halfbyte.report.study_tables import status_line, study_tables
     from halfbyte.study import analyse, collect_records
     from halfbyte.study.files import write_text

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from halfbyte.report.scale import Axis, linear_axis, logarithmic_axis, number
+from halfbyte.html.scale import Axis, linear_axis, logarithmic_axis, number
 
 __all__ = ["Band", "Line", "Point", "line_chart", "smooth", "stacked_chart", "thin"]
 

@@ -6,22 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from halfbyte import __version__
-from halfbyte.report.page import visible
-from halfbyte.report.panel import Panel
+from halfbyte.html.page import render
+from halfbyte.html.panel import Panel
+from halfbyte.html.table import Table
+from halfbyte.html.text import visible
 
-__all__ = ["DiagnosisPage", "Table", "render_diagnosis"]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under a title; the first row is the head."""
-
-    title: str
-    rows: Sequence[Sequence[str]]
+__all__ = ["DiagnosisPage", "render_diagnosis"]
 
 
 @dataclass(frozen=True)
@@ -43,15 +35,9 @@ class DiagnosisPage:
 
 def render_diagnosis(page: DiagnosisPage) -> str:
     """The page as HTML that loads nothing."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["visible"] = visible
-    folder = Path(__file__).parent
-    style = (folder / "style.css.j2").read_text(encoding="utf-8")
-    template = environment.from_string((folder / "diagnosis.html.j2").read_text(encoding="utf-8"))
-    return template.render(
+    return render(
+        Path(__file__).with_name("diagnosis.html.j2"),
         source=visible(page.source),
-        version=__version__,
-        style=Markup(environment.from_string(style).render()),
         facts=page.facts,
         panels=[(panel, Markup(panel.svg)) for panel in page.panels if panel.svg],
         absent=[panel.title for panel in page.panels if not panel.svg],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from halfbyte.report.scale import Axis, linear_axis, logarithmic_axis, number
+from halfbyte.html.scale import Axis, linear_axis, logarithmic_axis, number
 
 __all__ = ["Interval", "Small", "Spot", "forest_chart", "scatter_chart", "small_multiples"]
 

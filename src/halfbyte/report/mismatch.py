@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from halfbyte.html.panel import Panel
+from halfbyte.html.scale import number
 from halfbyte.report.chart import Line, line_chart, stacked_chart
-from halfbyte.report.panel import Panel
 from halfbyte.report.plane import LEVELS, Bars, Cell, Outline, bar_chart, cell_chart, density_chart
 from halfbyte.report.sample_tokens import SampleTokens
-from halfbyte.report.scale import number
 
 __all__ = ["QUADRANTS", "carpet", "gap_density", "indicator", "quadrant_stack", "weight_histogram"]
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from halfbyte import __version__
-from halfbyte.errors import DataError
+from halfbyte.html.page import render as render_template
+from halfbyte.html.page import write
+from halfbyte.html.scale import number
+from halfbyte.html.text import flatten, visible
 from halfbyte.report.panels import panels
 from halfbyte.report.records import Record, Sample, read_record, read_samples
-from halfbyte.report.scale import number
 
-__all__ = ["build", "flatten", "render", "visible"]
+__all__ = ["build", "render"]
 
 SAMPLES_SHOWN = 4
-LONGEST_TEXT = 4000
-#: Characters a page must not obey: controls, and those that turn the direction of text.
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 
 
 def build(run_folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
@@ -41,32 +37,16 @@ def build(run_folder: str | os.PathLike[str], out: str | os.PathLike[str] | None
     folder = Path(run_folder)
     path = Path(out) if out is not None else folder / "report.html"
     text = render(read_record(folder))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise DataError(
-            f"the report cannot be written: {error.strerror}", where=str(path), fix="name another file with --out"
-        ) from error
+    write(path, text)
     return path
 
 
 def render(record: Record) -> str:
     """The page of a record."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["visible"] = visible
-    template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
-    style = Path(__file__).with_name("style.css.j2").read_text(encoding="utf-8")
     shown = panels(record)
-    return template.render(
+    return render_template(
+        Path(__file__).with_name("page.html.j2"),
         name=visible(record.folder.resolve().name),
-        version=__version__,
-        style=Markup(environment.from_string(style).render()),
         status=_status(record),
         facts=list(_facts(record)),
         panels=[(panel, Markup(panel.svg)) for panel in shown if panel.svg],
@@ -86,24 +66,6 @@ def render(record: Record) -> str:
             if value
         ],
     )
-
-
-def visible(text: str) -> str:
-    """Text with control and direction-changing characters spelled out (``\\x1b``), cut to a length that fits a page."""
-    if len(text) > LONGEST_TEXT:
-        text = f"{text[:LONGEST_TEXT]} ... ({len(text) - LONGEST_TEXT} more characters)"
-    return _UNSEEN.sub(lambda m: m.group().encode("unicode_escape").decode("ascii"), text)
-
-
-def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and their values as text, depth first; an empty table or list shows as such."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from flatten(item, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, list):
-        yield prefix, ", ".join(map(str, value)) if value else "[]"
-    else:
-        yield prefix, "" if value is None else str(value)
 
 
 def _status(record: Record) -> str:

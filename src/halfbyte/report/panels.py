@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from halfbyte.html.panel import Panel
+from halfbyte.html.scale import number
 from halfbyte.report import mismatch
 from halfbyte.report.chart import Band, Line, Point, line_chart, smooth, stacked_chart
-from halfbyte.report.panel import Panel
 from halfbyte.report.records import Record
 from halfbyte.report.sample_tokens import read_tokens
-from halfbyte.report.scale import number
 
 __all__ = ["PHASES", "panels"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from halfbyte.report.scale import Axis, linear_axis, number
+from halfbyte.html.scale import Axis, linear_axis, number
 
 __all__ = ["Bars", "Cell", "Outline", "bar_chart", "cell_chart", "density_chart"]
 

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from halfbyte import __version__
+from halfbyte.html.page import render
+from halfbyte.html.panel import Panel
+from halfbyte.html.text import flatten, visible
 from halfbyte.report.estimates import Interval, Small, Spot, forest_chart, scatter_chart, small_multiples
-from halfbyte.report.page import flatten, visible
-from halfbyte.report.panel import Panel
 from halfbyte.report.study_tables import status_line, study_tables
 
 __all__ = ["render_study"]
@@ -38,11 +37,6 @@ def render_study(data: Mapping[str, Any], name: str) -> str:
         data: the content of ``study.json``.
         name: for the title.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["visible"] = visible
-    folder = Path(__file__).parent
-    style = (folder / "style.css.j2").read_text(encoding="utf-8")
-    template = environment.from_string((folder / "study.html.j2").read_text(encoding="utf-8"))
     tables = dict(study_tables(data))
     groups = [
         {
@@ -54,10 +48,9 @@ def render_study(data: Mapping[str, Any], name: str) -> str:
     ]
     history = data.get("history", [])
     broken = [run for run in data["runs"] if run["status"] == "broken"]
-    return template.render(
+    return render(
+        Path(__file__).with_name("study.html.j2"),
         name=visible(name),
-        version=__version__,
-        style=Markup(environment.from_string(style).render()),
         status=status_line(data),
         groups=groups,
         rules=sorted(data["rules"].items()),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfbyte.report.diagnosis import Table
-from halfbyte.report.scale import number
+from halfbyte.html.scale import number
+from halfbyte.html.table import Table
 
-__all__ = ["markdown", "status_line", "study_tables"]
+__all__ = ["status_line", "study_tables"]
 
 NONE = "-"
 
@@ -22,16 +22,6 @@ def status_line(data: Mapping[str, Any]) -> str:
     """How much of the study is there."""
     done = f"{data['finished']} of {data['planned']} runs finished"
     return done if data["complete"] else f"{done}: an interim look, by the rules of the final one"
-
-
-def markdown(tables: Sequence[Table]) -> str:
-    """Tables as Markdown."""
-    out = []
-    for table in tables:
-        head, *rows = [[cell.replace("|", "\\|") for cell in row] for row in table.rows]
-        lines = [head, ["---"] * len(head), *rows]
-        out.append("\n".join([f"**{table.title}**", "", *("| " + " | ".join(line) + " |" for line in lines)]) + "\n")
-    return "\n".join(out)
 
 
 def _tables(group: Mapping[str, Any], reference: str) -> list[Table]:

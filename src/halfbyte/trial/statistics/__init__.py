@@ -1,0 +1,5 @@
+"""The mathematics of a trial: pure functions on counts and arrays. numpy only; scipy and statsmodels are test oracles."""
+
+from halfbyte.trial.statistics import mcnemar, percentiles, proportions, repeats, resample, tango, unconditional
+
+__all__ = ["mcnemar", "percentiles", "proportions", "repeats", "resample", "tango", "unconditional"]
