@@ -15,7 +15,8 @@ from trial_material import check, decision, material, pair, record, settings as 
 from halfbyte.errors import DataError
 from halfbyte.html.text import visible
 from halfbyte.trial.integrity import Finding
-from halfbyte.trial.report import Material, page, write
+from halfbyte.trial.report import Material, markdown, page, write
+from halfbyte.trial.review import Note
 
 HOSTILE = '</pre><script>alert(1)</script><img src=x onerror=alert(1)>" \x00 \x1b[31mred \u202eright to left'
 
@@ -131,6 +132,14 @@ def test_regressions_come_before_gains_and_critical_ones_before_others() -> None
     shown = re.findall(r"<h3>([a-d]-\w+)</h3>", text)
     assert shown == ["d-critical", "c-always", "b-once", "a-gain"]
     assert text.index("<summary>Gains (1)") > text.index("<h2>Details")
+
+
+def test_notes_of_reviewers_stand_with_their_task() -> None:
+    notes = [Note("lost", "Ada", "the <b>old</b> answer was wrong too", 1.0), Note("kept", "Bob", "fine", 2.0)]
+    text = page(regressed(notes=notes))
+    assert "<b>note</b> Ada: the &lt;b&gt;old&lt;/b&gt; answer was wrong too" in text
+    assert "Bob" not in text
+    assert "- note of Ada: the &lt;b&gt;old&lt;/b&gt; answer" in markdown(regressed(notes=notes))
 
 
 def test_many_regressions_are_named_but_not_all_shown() -> None:

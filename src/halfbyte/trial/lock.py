@@ -21,7 +21,16 @@ from halfbyte.trial.records import ARMS
 from halfbyte.trial.scorers import source_hashes
 from halfbyte.trial.tasks import task_hashes
 
-__all__ = ["changes", "genesis", "has_pilot", "make_lock", "pilot_genesis", "read_lock", "require_lock", "require_unlocked"]
+__all__ = [
+    "changes",
+    "genesis",
+    "has_pilot",
+    "make_lock",
+    "pilot_genesis",
+    "read_lock",
+    "require_lock",
+    "require_unlocked",
+]
 
 
 def make_lock(folder: TrialFolder, *, again: bool = False) -> dict[str, Any]:

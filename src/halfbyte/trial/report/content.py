@@ -177,5 +177,6 @@ def noise_lines(material: Material) -> str:
     if not noise.pairs:
         return text + "No A/A pilot was run, so nobody knows how much of that is noise."
     reseeded = any(pair.baseline.seed != pair.candidate.seed for pair in material.pilot_pairs)
-    text += f"A/A pilot, the baseline against itself{' with other seeds' if reseeded else ''}: {share(noise.flipped, noise.pairs)} of pairs flip, "
+    text += f"A/A pilot, the baseline against itself{' with other seeds' if reseeded else ''}: "
+    text += f"{share(noise.flipped, noise.pairs)} of pairs flip, "
     return text + f"{share(noise.texts, noise.pairs)} differ in text."
