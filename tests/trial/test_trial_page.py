@@ -100,6 +100,18 @@ def test_every_verdict_has_its_words(verdict: str, title: str) -> None:
     assert "<li>because of this</li>" in text
 
 
+def test_reasons_are_limits_in_words_the_broken_ones_first() -> None:
+    checks = [check(ok=None), check("critical_tasks", unit="count", sense="at most", estimate=2.0, limit=0.0, ok=False)]
+    found = decision("retain", *checks, reasons=["pass_rate more than -0.05: not shown", "a new trial could conclude"])
+    text = page(material(found=found))
+    shown = re.findall(r"<li>([^<]*)</li>", text[: text.index("</section>")])
+    assert [reason.split(":")[0] for reason in shown] == ["broken", "open", "a new trial could conclude"]
+    assert (
+        shown[1]
+        == "open: pass rate, candidate less baseline: -1.0 points; -4.0 to +2.0 points; limit: more than -5.0 points"
+    )
+
+
 def test_the_page_loads_nothing() -> None:
     text = page(regressed(given=trial_settings(trial={"name": "http://elsewhere.example/x.js"})))
     Checker(text)
