@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from halfbyte.cli import threads as thread_policy
+from halfbyte.cli.bench_serve import serve
 from halfbyte.cli.parameter import flag
 from halfbyte.errors import ConfigError
 
@@ -19,7 +20,7 @@ def make_bench() -> App:
     """The commands."""
     help_text = "Measure kernels, decoding, alignment and diagnosis beside their baselines."
     app = App(name="bench", help=help_text, help_format="plaintext")
-    for command in (kernels, rollout, trace, triage, injection):
+    for command in (kernels, rollout, serve, trace, triage, injection):
         app.command(command)
     return app
 

@@ -20,6 +20,7 @@ from halfbyte.cli.generate import generate
 from halfbyte.cli.quantize import quantize
 from halfbyte.cli.refit import make_refit
 from halfbyte.cli.report import report
+from halfbyte.cli.serve import serve
 from halfbyte.cli.study import make_study
 from halfbyte.cli.train import train
 from halfbyte.cli.trial import make_trial
@@ -37,7 +38,7 @@ def make_app() -> App:
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
     )
-    for command in (train, generate, quantize, report, diagnose, doctor):
+    for command in (train, generate, quantize, serve, report, diagnose, doctor):
         app.command(command)
     app.command(make_bench())
     app.command(make_refit())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from halfbyte.errors import CheckpointError, DataError
 from halfbyte.models.architecture import Architecture
 from halfbyte.models.chat_template import ChatTemplate
 from halfbyte.models.checkpoint import read_json
+from halfbyte.models.token_bytes import decoder_kind, entry_bytes
 
 __all__ = ["Tokenizer", "check_tokenizer"]
 
@@ -101,6 +103,17 @@ class Tokenizer:
         """The id of the one token whose text is ``text``, or None."""
         return self._tokenizer.token_to_id(text)
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token stands for, a part of a character perhaps; None where the tokenizer does not tell.
+
+        In the middle of a text: what a decoder does to the first token (drop a leading space) is left out.
+        """
+        added = self._tokenizer.get_added_tokens_decoder().get(token)
+        if added is not None:
+            return str(added.content).encode("utf-8")
+        entry = self._tokenizer.id_to_token(token)
+        return None if entry is None else entry_bytes(entry, self._decoder)
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -139,6 +152,10 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a conversation; options as in :meth:`render_chat`. The template writes its own special tokens."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, **options))
+
+    @cached_property
+    def _decoder(self) -> str:
+        return decoder_kind(read_json(self.folder / "tokenizer.json").get("decoder"))
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)

@@ -26,9 +26,9 @@ from halfbyte.models.decoder import logits as decoder_logits
 from halfbyte.models.precision import Precision
 from halfbyte.models.trajectory import SamplingParams, Trajectory
 from halfbyte.rollout.collector import Collector
+from halfbyte.rollout.draw import draw
 from halfbyte.rollout.packed import PackedExecution, StepBatch
 from halfbyte.rollout.pages import PagePool
-from halfbyte.rollout.philox import uniform
 from halfbyte.rollout.request import Request, Sample
 from halfbyte.rollout.scheduler import Scheduler, Work
 from halfbyte.rollout.stop import Detokeniser, find_stop
@@ -119,6 +119,7 @@ class Engine:
             prefix_cache=self.options.prefix_cache,
         )
         self.tokens_generated = 0
+        self.drawn: list[Sample] = []  # samples that the last step drew a token of
         self._order = 0
         self._samples: dict[int, Sample] = {}
         self._collector = Collector(self.pool, precision, shelf or Shelf())
@@ -176,20 +177,52 @@ class Engine:
             if arena is not None:
                 self.pool.forget_prefixes()  # what they hold was not recorded
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def check(self, request: Request) -> None:
+        """Refuse what :meth:`add` refuses; for callers on other threads, too.
+
+        Raises: see :meth:`add`.
+        """
+        where = f"request group {request.group}"
+        if not request.prompt_ids:
+            raise DataError("an empty prompt", where=where, expected="at least one token", fix="add a BOS token")
+        if request.n < 1:
+            raise ConfigError(f"n = {request.n}", where=where, expected="at least one sample")
+        low, high = min(request.prompt_ids), max(request.prompt_ids)
+        if low < 0 or high >= self.arch.vocab_size:
+            raise DataError(
+                f"token id {low if low < 0 else high} is outside the vocabulary",
+                where=where,
+                expected=f"0 <= id < {self.arch.vocab_size}",
+                fix="use the tokenizer of this model",
+            )
+        length = len(request.prompt_ids) + request.sampling.max_tokens
+        if length > self.max_length:
+            raise DataError(
+                f"prompt of {len(request.prompt_ids)} tokens and max_tokens {request.sampling.max_tokens} make {length}",
+                where=where,
+                expected=f"at most {self.max_length} positions",
+                fix="shorten the prompt or lower max_tokens",
+            )
+        self.scheduler.check(length)
+        if request.sampling.stop and self.detokeniser is None:
+            raise ConfigError("stop strings need a tokenizer", where=where, fix="give the engine its tokenizer")
+
+    def add(self, request: Request) -> list[Sample]:
+        """Queue a request; its samples, to watch while they run.
 
         Raises:
             DataError: an empty or too long prompt, or a token id outside the vocabulary.
             ConfigError: stop strings without a tokenizer, or a sequence that cannot fit the KV memory.
         """
-        self._check(request)
+        self.check(request)
         stop_ids = set(request.sampling.stop_ids)
         if not request.sampling.ignore_eos:
             stop_ids |= set(self.arch.eos_ids)
+        samples: list[Sample] = []
         leader: Sample | None = None
         for index in range(request.first_sample, request.first_sample + request.n):
             sample = Sample(request, index, self._order, list(request.prompt_ids), frozenset(stop_ids))
+            samples.append(sample)
             self._samples[self._order] = sample
             self._order += 1
             if leader is None:
@@ -197,6 +230,18 @@ class Engine:
                 leader = sample if self.options.share_prompts else None
             else:
                 leader.forks.append(sample)
+        return samples
+
+    def withdraw(self, samples: Iterable[Sample]) -> None:
+        """Take samples out of flight as they are; :meth:`restore` lets them go on."""
+        for sample in samples:
+            self._retire(sample)
+
+    def restore(self, samples: Iterable[Sample]) -> None:
+        """Let samples that were withdrawn, or that an error of :meth:`step` dropped, go on from the tokens they have."""
+        for sample in samples:
+            self._samples[sample.order] = sample
+            self.scheduler.add(sample)
 
     def generate(
         self, requests: Iterable[Request], on_finish: Callable[[Trajectory], None] | None = None
@@ -215,7 +260,7 @@ class Engine:
             )
         requests = list(requests)
         for request in requests:
-            self._check(request)
+            self.check(request)
         first = self._order
         for request in requests:
             self.add(request)
@@ -252,6 +297,7 @@ class Engine:
             NumericsError: an activation or logit is not finite. After any error the engine is idle: samples in flight are
                 dropped and their pages are free.
         """
+        self.drawn = []
         try:
             with torch.inference_mode():
                 return self._step()
@@ -284,6 +330,7 @@ class Engine:
         if not drawing:
             return []
         self._draw(drawing, logits.index_select(0, torch.tensor(rows)), batch)
+        self.drawn = drawing
         done = [sample for sample in drawing if sample.finish is not None]
         trajectories = self._collector.collect(done, self.version)
         for sample in done:
@@ -307,7 +354,7 @@ class Engine:
         tokens = [*prompt_ids, *response_ids]
         flags = generated or [i >= len(prompt_ids) for i in range(len(tokens))]
         request = Request(tuple(tokens[:-1]), SamplingParams(max_tokens=1), generated=tuple(flags[:-1]))
-        self._check(request)
+        self.check(request)
         sample = Sample(request, 0, -1, list(request.prompt_ids), frozenset())
         scheduler = Scheduler(
             self.pool,
@@ -344,31 +391,6 @@ class Engine:
         return RolloutWeights.pack(
             self.arch, self.precision, tensors, self.kernels, version=version, n_positions=self.max_length, codes=codes
         )
-
-    def _check(self, request: Request) -> None:
-        where = f"request group {request.group}"
-        if not request.prompt_ids:
-            raise DataError("an empty prompt", where=where, expected="at least one token", fix="add a BOS token")
-        if request.n < 1:
-            raise ConfigError(f"n = {request.n}", where=where, expected="at least one sample")
-        low, high = min(request.prompt_ids), max(request.prompt_ids)
-        if low < 0 or high >= self.arch.vocab_size:
-            raise DataError(
-                f"token id {low if low < 0 else high} is outside the vocabulary",
-                where=where,
-                expected=f"0 <= id < {self.arch.vocab_size}",
-                fix="use the tokenizer of this model",
-            )
-        length = len(request.prompt_ids) + request.sampling.max_tokens
-        if length > self.max_length:
-            raise DataError(
-                f"prompt of {len(request.prompt_ids)} tokens and max_tokens {request.sampling.max_tokens} make {length}",
-                where=where,
-                expected=f"at most {self.max_length} positions",
-                fix="shorten the prompt or lower max_tokens",
-            )
-        if request.sampling.stop and self.detokeniser is None:
-            raise ConfigError("stop strings need a tokenizer", where=where, fix="give the engine its tokenizer")
 
     def _batch(self, work: list[Work], rows: list[int] | None = None) -> StepBatch:
         size = self.pool.page_size
@@ -416,34 +438,12 @@ class Engine:
         return out
 
     def _draw(self, samples: list[Sample], logits: Tensor, batch: StepBatch) -> None:
-        params = [s.request.sampling for s in samples]
-        numbers = uniform(
-            _words([p.seed for p in params]),
-            _words([s.request.key for s in samples]),
-            _words([s.index for s in samples]),
-            _words([len(s.tokens) for s in samples]),
-        )
-        filtered = any(p.filtered for p in params)
         try:
-            drawn = self.kernels.sample(
-                logits,
-                torch.tensor([p.temperature for p in params], dtype=torch.float32),
-                torch.tensor([p.top_k for p in params], dtype=torch.int32),
-                torch.tensor([p.top_p for p in params], dtype=torch.float32),
-                torch.tensor([p.min_p for p in params], dtype=torch.float32),
-                torch.from_numpy(numbers),
-                want_support=filtered,
-            )
+            draw(self.kernels, samples, logits, self.version)
         except NumericsError:
             self._forward(batch, find_fault=True)  # names the layer and token, if a layer is to blame
             raise
-        ids, logprobs = drawn.ids.tolist(), drawn.logprobs.tolist()
-        for i, sample in enumerate(samples):
-            sample.tokens.append(ids[i])
-            sample.logprobs.append(logprobs[i])
-            sample.versions.append(self.version)
-            support = drawn.support[i] if filtered and drawn.support is not None else None
-            sample.supports.append(None if support is None else support.numpy().astype(np.int32))
+        for sample in samples:
             self._decide(sample)
         self.tokens_generated += len(samples)
 
@@ -480,7 +480,3 @@ class Engine:
             heir, *rest = sample.forks
             heir.forks, sample.forks = rest, []
             self.scheduler.waiting.appendleft(heir)
-
-
-def _words(values: list[int]) -> npt.NDArray[np.uint64]:
-    return np.array([v & 0xFFFFFFFFFFFFFFFF for v in values], dtype=np.uint64)

@@ -85,6 +85,11 @@ class PagePool:
         """Pages that can be had now, counting cached prefix pages that nobody holds."""
         return len(self._free) + len(self._idle)
 
+    @property
+    def idle(self) -> int:
+        """Cached prefix pages that nobody holds."""
+        return len(self._idle)
+
     def allocate(self) -> int | None:
         """A page with one reference, evicting the least recently used idle prefix page if need be; None when full."""
         if self._free:

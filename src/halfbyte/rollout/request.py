@@ -33,6 +33,7 @@ class Request:
         first_sample: index of the first sample (so that a group can be split over engines).
         generated: for later turns of a conversation, [P] bool marking prompt tokens the policy generated; they keep the
             decode precision where prefill and decode differ.
+        alternatives: record that many of the most likely tokens beside each one drawn.
     """
 
     prompt_ids: tuple[int, ...]
@@ -42,11 +43,16 @@ class Request:
     group: int = 0
     first_sample: int = 0
     generated: tuple[bool, ...] | None = None
+    alternatives: int = 0
 
 
 @dataclass(eq=False)
 class Sample:
-    """One sample in flight. ``tokens`` are prompt and response; KV is in ``pages`` for the first ``computed`` of them."""
+    """One sample in flight. ``tokens`` are prompt and response; KV is in ``pages`` for the first ``computed`` of them.
+
+    ``cached``: prompt tokens whose KV was there already when the sample first ran; None before, and for samples that share
+    the prompt of another sample of their request.
+    """
 
     request: Request
     index: int
@@ -60,6 +66,8 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     supports: list[npt.NDArray[np.int32] | None] = field(default_factory=list)
+    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
+    cached: int | None = None
     forks: list[Sample] = field(default_factory=list)
     finish: FinishReason | None = None
 

@@ -46,21 +46,28 @@ class Scheduler:
         self.running: dict[int, Sample] = {}  # by order of arrival
         self.preemptions = 0
 
-    def add(self, sample: Sample) -> None:
-        """Queue a sample.
+    def check(self, length: int) -> None:
+        """Refuse a sequence of up to ``length`` tokens that could never fit into the page pool, even alone.
 
         Raises:
-            ConfigError: the sample could never fit into the page pool, even alone.
+            ConfigError: it could not.
         """
-        longest = len(sample.request.prompt_ids) + sample.request.sampling.max_tokens
-        needed = -(-longest // self.pool.page_size)
+        needed = -(-length // self.pool.page_size)
         if needed > self.pool.n_pages:
             raise ConfigError(
-                f"a sequence of up to {longest} tokens needs {needed} KV pages, the pool has {self.pool.n_pages}",
+                f"a sequence of up to {length} tokens needs {needed} KV pages, the pool has {self.pool.n_pages}",
                 where="rollout.kv_memory_mb",
                 expected="room for at least one whole sequence",
                 fix="raise rollout.kv_memory_mb, or lower max_tokens",
             )
+
+    def add(self, sample: Sample) -> None:
+        """Queue a sample.
+
+        Raises:
+            ConfigError: see :meth:`check`.
+        """
+        self.check(len(sample.request.prompt_ids) + sample.request.sampling.max_tokens)
         self.waiting.append(sample)
 
     def remove(self, sample: Sample) -> None:
@@ -114,6 +121,8 @@ class Scheduler:
             self.running[sample.order] = sample
             reserved = self._reserve(sample, count)
             assert reserved, "room was checked"
+            if sample.cached is None:
+                sample.cached = sample.computed
             work.append(Work(sample, count))
             budget -= count
         self.pool.flush_copies()

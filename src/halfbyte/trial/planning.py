@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from halfbyte.errors import ConfigError
@@ -87,6 +88,7 @@ def pass_power(tasks: int, margin: float, alpha: float, flips: float, difference
     return float(unconditional.pass_probability(region, tasks, difference, max(flips, abs(difference)))[0])
 
 
+@lru_cache(maxsize=256)
 def tasks_for(margin: float, alpha: float, flips: float, power: float, difference: float = 0.0) -> int | None:
     """Tasks from which (and from the next few on) the power is reached; None beyond ``MOST``."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import halfbyte
 from halfbyte.errors import ConfigError
 from halfbyte.trial.blocks import EngineFigures
 from halfbyte.trial.client import Client, Endpoint
@@ -199,10 +200,13 @@ def token(target: Target, name: str) -> dict[str, str]:
 
 
 def _environment(target: Target) -> dict[str, str]:
-    """Ours and the target's; relative module paths must not follow the change of folder."""
+    """Ours and the target's; relative module paths must not follow the change of folder, and halfbyte is found as we are."""
     values = dict(os.environ)
-    if path := values.get("PYTHONPATH"):
-        values["PYTHONPATH"] = os.pathsep.join(str(Path(part).resolve()) for part in path.split(os.pathsep) if part)
+    places = [str(Path(part).resolve()) for part in values.get("PYTHONPATH", "").split(os.pathsep) if part]
+    if target.serve is not None and target.serve[0] == "halfbyte":
+        places.append(str(Path(halfbyte.__file__).resolve().parents[1]))
+    if places:
+        values["PYTHONPATH"] = os.pathsep.join(places)
     return values | target.environment
 
 

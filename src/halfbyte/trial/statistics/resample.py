@@ -18,6 +18,7 @@ from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
+import numpy.typing as npt
 
 from halfbyte.trial.statistics.special import Reals, student_quantile
 
@@ -45,19 +46,19 @@ def expanded_tail(alpha: float, clusters: int) -> float:
     return NormalDist().cdf(-math.sqrt(clusters / (clusters - 1)) * t)
 
 
-def draws(clusters: int, resamples: int = RESAMPLES) -> list[Reals]:
+@lru_cache(maxsize=4)
+def draws(clusters: int) -> list[npt.NDArray[np.int16]]:
     """How often each cluster is drawn: chunks of [resamples, clusters], each row summing to ``clusters``."""
+    resamples = RESAMPLES
     random, left, out = generator("resample", clusters), resamples, []
     while left:
         rows = min(left, max(1, _CHUNK // clusters))
-        out.append(random.multinomial(clusters, np.full(clusters, 1 / clusters), size=rows).astype(np.float64))
+        out.append(random.multinomial(clusters, np.full(clusters, 1 / clusters), size=rows).astype(np.int16))
         left -= rows
     return out
 
 
-def limits(
-    statistic: Callable[[Reals], Reals], clusters: int, alpha: float, resamples: int = RESAMPLES
-) -> tuple[float, float] | None:
+def limits(statistic: Callable[[Reals], Reals], clusters: int, alpha: float) -> tuple[float, float] | None:
     """Both one-sided limits at ``alpha`` of a statistic of clusters; None for fewer than ``least_clusters``.
 
     Arguments:
@@ -65,7 +66,7 @@ def limits(
     """
     if clusters < least_clusters(alpha):
         return None
-    values = np.sort(np.concatenate([statistic(chunk) for chunk in draws(clusters, resamples)]))
+    values = np.sort(np.concatenate([statistic(chunk.astype(np.float64)) for chunk in draws(clusters)]))
     assert not np.isnan(values).any()
     tail = expanded_tail(alpha, clusters)
     rank = max(0, math.floor(tail * len(values)) - 1)

@@ -16,7 +16,6 @@ __all__ = ["Reals", "binomial_tail", "incomplete_beta", "log_factorials", "norma
 
 Reals = npt.NDArray[np.float64]
 _NORMAL = NormalDist()
-_TINY = 1e-300
 
 
 def normal_quantile(probability: float) -> float:
@@ -73,25 +72,21 @@ def incomplete_beta(a: Reals, b: Reals, x: Reals) -> Reals:
 
 
 def _fraction(a: Reals, b: Reals, x: Reals) -> Reals:
-    c = np.ones_like(x)
-    d = 1 / _away(1 - (a + b) * x / (a + 1))
-    h = d.copy()
+    """The fraction; for x below the mean its denominators stay positive, so none needs a guard."""
+    total, ratio = a + b, np.ones_like(x)
+    below = 1 / (1 - total * x / (a + 1))
+    value = below.copy()
     for m in range(1, 1000):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        d, c = 1 / _away(1 + even * d), _away(1 + even / c)
-        h = h * d * c
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        d, c = 1 / _away(1 + odd * d), _away(1 + odd / c)
-        step = d * c
-        h = h * step
-        if np.all(np.abs(step - 1) < 1e-15):
+        for term in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (total + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            below, ratio = 1 / (1 + term * below), 1 + term / ratio
+            step = below * ratio
+            value *= step
+        if np.abs(step - 1).max(initial=0.0) < 1e-14:
             break
-    return h
-
-
-def _away(value: Reals) -> Reals:
-    """Not so near 0 that the next division would overflow."""
-    return np.where(np.abs(value) < _TINY, _TINY, value)
+    return value
 
 
 def _log_gamma(x: Reals) -> Reals:

@@ -29,6 +29,7 @@ _TIE = 1e-9  # scores nearer than this are equal
 _WIDTH = 9.0  # standard deviations of the number of flips that are summed over
 
 
+@lru_cache(maxsize=4096)
 def p_value(gains: int, losses: int, n: int, difference: float) -> float:
     """Largest probability, over all shares of flips, of a score as high as that of this table if ``difference`` is true."""
     check_counts(gains, losses, n)

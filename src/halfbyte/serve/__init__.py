@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server on the rollout engine: same bits, same weight versions, over HTTP."""
