@@ -177,9 +177,13 @@ class AutogradExecution:
     def layer(self, index: int, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Run a layer, recomputing it in the backward pass if asked to."""
         if self.activation_checkpointing and torch.is_grad_enabled():
-            out: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
-            return out
-        return function(x)
+
+            def recomputed(x: Tensor) -> Tensor:
+                out: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+                return out
+
+            return self.parameters.layer(index, recomputed, x)
+        return self.parameters.layer(index, function, x)
 
     def _gates(self, logits: Tensor, chosen: Tensor) -> Tensor:
         return gates_for(logits, chosen, normalise=self.arch.norm_topk_prob)
