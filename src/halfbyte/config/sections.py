@@ -121,6 +121,7 @@ class LearnerConfig(Section):
         activation_memory_mb: the micro-batch is as large as activations of this many MiB allow.
         max_tokens_per_microbatch: sets its size in tokens instead.
         router_replay: use the rollout's expert choices.
+        rank_timeout: seconds that a rank waits for the others, where ``torchrun`` started several (docs/fsdp.md).
     """
 
     execution: Literal["emulated", "native"] = "emulated"
@@ -141,6 +142,7 @@ class LearnerConfig(Section):
     packing: bool = True
     activation_checkpointing: bool = False
     router_replay: bool = True
+    rank_timeout: Positive = 600.0
 
     @model_validator(mode="after")
     def _can_have_parity(self) -> LearnerConfig:

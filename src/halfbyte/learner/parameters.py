@@ -75,6 +75,10 @@ class Parameters:
         """Rows [begin, end) of a parameter that ``masters`` holds: all of them in one process."""
         return 0, len(self.masters[name])
 
+    def rows(self, name: str) -> int:
+        """Rows of a parameter over all ranks."""
+        return len(self.masters[name])
+
     def run(self, function: Callable[[], Out]) -> Out:
         """A whole forward pass; where weights are sharded, those outside of layers are together for as long."""
         return function()

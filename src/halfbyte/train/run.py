@@ -18,6 +18,7 @@ from halfbyte.guidance.cache import Shelf
 from halfbyte.guidance.plan import Plan
 from halfbyte.kernels import active
 from halfbyte.learner.learner import Learner
+from halfbyte.learner.ranks import Ranks
 from halfbyte.models.checkpoint_writer import save_checkpoint
 from halfbyte.models.open_model import open_model
 from halfbyte.models.precision import precision_from
@@ -27,12 +28,12 @@ from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import make_alignment
 from halfbyte.train.collect import encode_prompt
-from halfbyte.train.rollouts import LocalRollouts, Rollouts
+from halfbyte.train.ranks import folder_of, local_rollouts, open_weights, ranks_of, sharding
+from halfbyte.train.rollouts import Rollouts
 from halfbyte.train.run_folder import RunFolder, environment
 from halfbyte.train.state import Progress, latest_checkpoint, load_state
 from halfbyte.train.tracker import make_tracker
 from halfbyte.train.trainer import Trainer
-from halfbyte.train.weights import WeightPath
 
 __all__ = ["run"]
 
@@ -45,6 +46,7 @@ FREE = (
     "train.save_trajectories_every",
     "alignment.memory_mb",
     "train.saved_trajectories",
+    "learner.rank_timeout",
 )
 #: finite data sets up to this size are checked before the first step
 CHECKED_PROMPTS = 20_000
@@ -59,7 +61,12 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
     Raises:
         UserError: anything the user can mend; the run folder keeps what it had.
     """
-    folder = RunFolder(Path(config.train.out))
+    with ranks_of(config) as ranks:
+        return _run(config, ranks, resume=resume, overwrite=overwrite)
+
+
+def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
+    folder = folder_of(Path(config.train.out), ranks)
     _refuse_to_mix(folder, config, resume=resume, overwrite=overwrite)
     kernels = active()
     rollout_precision = precision_from(config.precision)
@@ -104,6 +111,7 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
             arch, rollout_precision, tensors, kernels, version=0, n_positions=longest
         ),
         delimiters=_delimiters(tokenizer, arch.vocab_size) if config.objective.segmenter == "delimiter" else None,
+        **sharding(ranks),
     )
     progress = Progress()
     saved = latest_checkpoint(folder.path / "checkpoints") if resume else None
@@ -114,10 +122,11 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
                 f"the run has done {progress.step} steps", where="train.steps", expected=f"at least {progress.step}"
             )
     recorded = guidance if progress.guidance is None else Plan.from_json(progress.guidance)
+    tensors = dict(learner.parameters.published()) | learner.parameters.published_scales()
     engine = Engine(
         arch,
         rollout_precision,
-        dict(learner.parameters.published()) | learner.parameters.published_scales(),
+        tensors,
         detokeniser=tokenizer,
         options=engine_options(config, longest),
         kernels=kernels,
@@ -125,28 +134,34 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         guidance=recorded,
         shelf=Shelf(config.alignment.memory_mb, folder.path),
     )
-    rollouts: Rollouts = LocalRollouts(engine, env, tokenizer, prompt_limit)
+    rollouts: Rollouts = local_rollouts(ranks, engine, tensors, env, tokenizer, prompt_limit)
     _check_prompts(env, tokenizer, prompt_limit)
-    tracker = make_tracker(config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json())
+    tracker = make_tracker(config.train.tracker if ranks.rank == 0 else None, project="halfbyte", name=folder.path.name, config=config.to_json())
     with folder.locked():
-        if overwrite:
+        if overwrite and ranks.rank == 0:
             _clear(folder)
         folder.create()
         folder.rewind(progress.step if saved is not None else -1)
         folder.write_json("config.json", config.to_json())
         folder.write_json("environment.json", environment(config.train.seed))
         with closing(rollouts):
-            weights = WeightPath(folder.path / "refit", rollouts, learner, progress.version, delta_precision)
+            weights = open_weights(
+                folder.path / "refit", rollouts, learner, tensors, progress.version, delta_precision
+            )
+            del tensors
             trainer = Trainer(config, folder, rollouts, learner, env, tokenizer, tracker, weights, progress, guidance)
             with _graceful_stop(trainer):
                 complete = trainer.run()
         tracker.finish()
         if not complete:
             return 130
+        published = dict(learner.parameters.published())
+        if ranks.rank:
+            return 0
         save_checkpoint(
             folder.path / "model",
             arch,
-            dict(learner.parameters.published()),
+            published,
             tokenizer_from=checkpoint.tokenizer_path,
             overwrite=True,
         )

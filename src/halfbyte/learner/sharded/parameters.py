@@ -71,7 +71,11 @@ class ShardedParameters(Parameters):
 
     def span(self, name: str) -> tuple[int, int]:
         """Rows of a parameter that this rank holds."""
-        return rows_of(self.layout.shapes[name][0], self._group.rank, self._group.size)
+        return rows_of(self.rows(name), self._group.rank, self._group.size)
+
+    def rows(self, name: str) -> int:
+        """Rows of a parameter over all ranks."""
+        return self.layout.shapes[name][0]
 
     def _taken(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         missing = [name for name in self.layout.locations if name not in tensors]
