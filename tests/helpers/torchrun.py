@@ -10,8 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def environment(**extra: str) -> dict[str, str]:
-    path = [str(ROOT / "src"), str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")]
+def environment(folder: str = "", **extra: str) -> dict[str, str]:
+    """``folder`` is importable, too."""
+    path = [str(ROOT / "src"), str(ROOT / "tests" / "helpers"), folder, os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, path)), **extra}
 
 
@@ -21,10 +22,12 @@ def command(ranks: int, *arguments: str) -> list[str]:
     return [sys.executable, *launcher, *arguments]
 
 
-def torchrun(ranks: int, *arguments: str, timeout: float = 240, **extra: str) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    ranks: int, *arguments: str, folder: str = "", timeout: float = 240, **extra: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(ranks, *arguments),
-        env=environment(**extra),
+        env=environment(folder, **extra),
         capture_output=True,
         text=True,
         timeout=timeout,

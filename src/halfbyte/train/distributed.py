@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from halfbyte.config import Config, difference
 from halfbyte.errors import ConfigError, UserError
@@ -93,20 +94,20 @@ def _let_us_finish() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _store(rank: int, size: int, timeout: float) -> dist.Store:
+def _store(rank: int, size: int, timeout: float) -> Store:
     """The rendezvous: the agent of ``torchrun`` keeps it, so that it outlives any rank; without an agent rank 0 does."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
+    store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         size,
         rank == 0 and not agent,
         timedelta(seconds=timeout),
     )
-    return dist.PrefixStore(f"halfbyte/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"halfbyte/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _is_first(store: dist.Store, rank: int) -> bool:
+def _is_first(store: Store, rank: int) -> bool:
     """Whether no other rank has failed before; True where nobody can be asked."""
     try:
         store.set_timeout(timedelta(seconds=_PATIENCE))

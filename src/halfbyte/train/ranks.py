@@ -12,10 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from halfbyte.config import Config
+from halfbyte.envs import Environment
 from halfbyte.errors import ConfigError
 from halfbyte.learner.learner import Learner
 from halfbyte.learner.ranks import Alone, Ranks
 from halfbyte.models.precision import Precision
+from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.rollout.engine import Engine
 from halfbyte.train.rollouts import LocalRollouts, Rollouts
 from halfbyte.train.run_folder import Bystander, RunFolder
@@ -46,8 +48,10 @@ def sharding(ranks: Ranks) -> dict[str, Any]:
     """Arguments of :class:`Learner` that shard it over the ranks."""
     if ranks.size == 1:
         return {}
+    from halfbyte.learner.sharded.group import Group
     from halfbyte.learner.sharded.parameters import ShardedParameters
 
+    assert isinstance(ranks, Group)
     return {"ranks": ranks, "make_parameters": partial(ShardedParameters, group=ranks)}
 
 
@@ -56,13 +60,20 @@ def folder_of(path: Path, ranks: Ranks) -> RunFolder:
     return RunFolder(path) if ranks.rank == 0 else Bystander(path)
 
 
-def local_rollouts(ranks: Ranks, engine: Engine, tensors: Mapping[str, Tensor], *settings: Any) -> LocalRollouts:
-    """Rollouts in this process: of all prompts, or of this rank's share. ``settings``: of :class:`LocalRollouts`."""
+def local_rollouts(
+    ranks: Ranks,
+    tensors: Mapping[str, Tensor],
+    engine: Engine,
+    environment: Environment,
+    tokenizer: Tokenizer,
+    prompt_limit: int,
+) -> LocalRollouts:
+    """Rollouts in this process: of all prompts, or of this rank's share; ``engine`` was made from ``tensors``."""
     if ranks.size == 1:
-        return LocalRollouts(engine, *settings)
+        return LocalRollouts(engine, environment, tokenizer, prompt_limit)
     from halfbyte.train.rank_rollouts import RankRollouts
 
-    return RankRollouts(engine, *settings, tensors, ranks)
+    return RankRollouts(engine, environment, tokenizer, prompt_limit, tensors, ranks)
 
 
 def open_weights(

@@ -134,7 +134,7 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
         guidance=recorded,
         shelf=Shelf(config.alignment.memory_mb, folder.path),
     )
-    rollouts: Rollouts = local_rollouts(ranks, engine, tensors, env, tokenizer, prompt_limit)
+    rollouts: Rollouts = local_rollouts(ranks, tensors, engine, env, tokenizer, prompt_limit)
     _check_prompts(env, tokenizer, prompt_limit)
     tracker = make_tracker(config.train.tracker if ranks.rank == 0 else None, project="halfbyte", name=folder.path.name, config=config.to_json())
     with folder.locked():
