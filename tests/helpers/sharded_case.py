@@ -35,9 +35,7 @@ def chosen(case: dict[str, Any]) -> Precision:
 
 def rollouts(case: dict[str, Any]) -> list[Trajectory]:
     checkpoint = load_checkpoint(Path(case["checkpoint"]))
-    engine = Engine(
-        checkpoint.architecture, chosen(case), checkpoint.tensors, options=EngineOptions(kv_memory_mb=2)
-    )
+    engine = Engine(checkpoint.architecture, chosen(case), checkpoint.tensors, options=EngineOptions(kv_memory_mb=2))
     requests = [
         Request(tuple(range(3, 6 + 4 * g)), SamplingParams(max_tokens=9), n=case.get("samples", 4), key=g, group=g)
         for g in range(case.get("groups", 3))

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("torch_single_thread")
 
 STEPS = 4
 #: Sorting, paid by the sevens; on the rank and in the place that the process's environment names it fails after some calls.
-ENVIRONMENT = '''
+ENVIRONMENT = """
 import os
 from dataclasses import replace
 from halfbyte.envs import make_env
@@ -59,7 +59,7 @@ class Faulty:
             if self.fault == "played":
                 return replace(found, text=found.text * 20)
         return found
-'''
+"""
 
 
 def config_file(policy: Path, out: Path, **sets: Any) -> Path:
@@ -180,9 +180,7 @@ def resumed_alone(out: Path) -> Config:
     return Config.from_json(data | {"train": data["train"] | {"out": str(out)}})
 
 
-def test_resume_in_one_process(
-    two_ranks: Path, tmp_path: Path, faulty: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_in_one_process(two_ranks: Path, tmp_path: Path, faulty: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(faulty)
     out = back_at(two_ranks, tmp_path / "run", 2)
     assert run(resumed_alone(out), resume=True) == 0
@@ -233,7 +231,9 @@ def test_an_error_of_one_rank_ends_all_with_one_message(
     (message,) = messages(done.stderr)
     assert message.startswith({"played": "error: a prompt of ", "asked": "error: the environment fails"}[where])
     assert f"rank {rank} of 2" in done.stderr
-    assert done.stderr.count("Traceback (most recent call last)") == 1 + (where == "asked"), "torchrun's, and the environment's"
+    assert done.stderr.count("Traceback (most recent call last)") == 1 + (where == "asked"), (
+        "torchrun's, and the environment's"
+    )
     saved = latest_checkpoint(out / "checkpoints")
     assert saved is not None
     assert saved.name == {"played": "step_000003", "asked": "step_000002"}[where], "what all know, all can save"

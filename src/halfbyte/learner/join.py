@@ -26,9 +26,7 @@ def joined_statistics(ranks: Ranks, own: Sequence[Mapping[str, objective.Statist
     return out
 
 
-def first_found(
-    ranks: Ranks, own: Mapping[tuple[int, str], Comparison]
-) -> dict[tuple[int, str], Comparison]:
+def first_found(ranks: Ranks, own: Mapping[tuple[int, str], Comparison]) -> dict[tuple[int, str], Comparison]:
     """The comparisons of the first rank that made any: each measures as many tokens as one process would; collective."""
     rows = [[layer, site, asdict(found)] for (layer, site), found in own.items()]
     for data in ranks.exchange(json.dumps(rows).encode()):

@@ -31,7 +31,9 @@ def shard_path(folder: Path, rank: int) -> Path:
 def write_shard(folder: Path, rank: int, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int]) -> None:
     """Write a rank's rows of each tensor; ``first_rows`` tells where they begin (0 where it does not)."""
     folder.mkdir(parents=True, exist_ok=True)
-    offsets = {n: {_OFFSETS: [first_rows.get(n, 0)] + [0] * (t.dim() - 1) if t.dim() else []} for n, t in tensors.items()}
+    offsets = {
+        n: {_OFFSETS: [first_rows.get(n, 0)] + [0] * (t.dim() - 1) if t.dim() else []} for n, t in tensors.items()
+    }
     metadata = {_INFO: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     write_safetensors(shard_path(folder, rank), tensors, metadata)
 
@@ -115,7 +117,11 @@ def _first_rows(file: SafetensorsFile, path: Path) -> dict[str, int]:
         out = {}
         for name, entry in file.entries.items():
             offsets = table[name][_OFFSETS]
-            if len(offsets) != len(entry.shape) or any(type(o) is not int or o < 0 for o in offsets) or any(offsets[1:]):
+            if (
+                len(offsets) != len(entry.shape)
+                or any(type(o) is not int or o < 0 for o in offsets)
+                or any(offsets[1:])
+            ):
                 raise ValueError(f"offsets {offsets} of tensor {name!r}")
             out[name] = offsets[0] if offsets else 0
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:

@@ -118,7 +118,9 @@ def _is_first(store: Store, rank: int) -> bool:
 
 def _is_connection(error: Exception) -> bool:
     text = str(error)
-    return isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "NCCL", "Connection", "Timed out"))
+    return isinstance(error, dist.DistError) or any(
+        word in text for word in ("gloo", "NCCL", "Connection", "Timed out")
+    )
 
 
 def _same_configuration(group: Group, config: Config) -> None:

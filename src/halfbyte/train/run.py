@@ -136,7 +136,12 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
     )
     rollouts: Rollouts = local_rollouts(ranks, tensors, engine, env, tokenizer, prompt_limit)
     _check_prompts(env, tokenizer, prompt_limit)
-    tracker = make_tracker(config.train.tracker if ranks.rank == 0 else None, project="halfbyte", name=folder.path.name, config=config.to_json())
+    tracker = make_tracker(
+        config.train.tracker if ranks.rank == 0 else None,
+        project="halfbyte",
+        name=folder.path.name,
+        config=config.to_json(),
+    )
     with folder.locked():
         if overwrite and ranks.rank == 0:
             _clear(folder)
@@ -145,9 +150,7 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
         folder.write_json("config.json", config.to_json())
         folder.write_json("environment.json", environment(config.train.seed))
         with closing(rollouts):
-            weights = open_weights(
-                folder.path / "refit", rollouts, learner, tensors, progress.version, delta_precision
-            )
+            weights = open_weights(folder.path / "refit", rollouts, learner, tensors, progress.version, delta_precision)
             del tensors
             trainer = Trainer(config, folder, rollouts, learner, env, tokenizer, tracker, weights, progress, guidance)
             with _graceful_stop(trainer):

@@ -90,7 +90,9 @@ class Trainer:
             return self._run()
         except UserError as error:
             agreed = error.common or self.learner.ranks.size == 1
-            if self.progress.step and agreed and not isinstance(error, NumericsError | RefitError):  # these strike in mid-step
+            if (
+                self.progress.step and agreed and not isinstance(error, NumericsError | RefitError)
+            ):  # these strike in mid-step
                 self._save()
             raise
 

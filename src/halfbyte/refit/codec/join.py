@@ -27,7 +27,9 @@ def joined(parts: Sequence[TensorDelta]) -> TensorDelta:
     for part in parts:
         if (part.dtype, part.block) != (first.dtype, first.block):
             raise RefitError("parts of a delta with different dtypes or blocks", where=f"{part.dtype}, {part.block}")
-    if not whole_blocks(np.cumsum([p.elements for p in parts[:-1]]).tolist(), sum(p.elements for p in parts), first.block):
+    if not whole_blocks(
+        np.cumsum([p.elements for p in parts[:-1]]).tolist(), sum(p.elements for p in parts), first.block
+    ):
         raise RefitError("a part of a delta ends within a block", expected=f"a multiple of {first.block} elements")
     return TensorDelta(
         first.dtype,
