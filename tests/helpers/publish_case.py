@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from halfbyte.envs import make_env
 from halfbyte.learner.sharded.group import Group
+from halfbyte.models.trajectory import SamplingParams
 from halfbyte.refit.publisher import Publisher, PublishOptions
 from halfbyte.refit.store.memory import MemoryStore
 from halfbyte.refit.subscriber import Subscriber
 from halfbyte.rollout.engine import Engine, EngineOptions
-from halfbyte.models.trajectory import SamplingParams
 from halfbyte.rollout.request import Request
 from halfbyte.train.rank_rollouts import RankRollouts
 from halfbyte.train.sharded_weights import ShardedWeightPath

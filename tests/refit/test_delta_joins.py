@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_the_delta_of_parts_is_the_delta_of_the_whole(
     cuts = sorted(data.draw(st.sets(st.integers(1, blocks), max_size=3)))
     edges = [0, *(cut * BLOCK for cut in cuts if cut * BLOCK < elements), elements]
     assert whole_blocks(edges, elements, BLOCK)
-    parts = [encode("BF16", flat_bytes(old[a:b]), flat_bytes(new[a:b]), block=BLOCK) for a, b in zip(edges, edges[1:])]
+    parts = [encode("BF16", flat_bytes(old[a:b]), flat_bytes(new[a:b]), block=BLOCK) for a, b in pairwise(edges)]
     whole = encode("BF16", flat_bytes(old), flat_bytes(new), block=BLOCK)
     assert joined(parts).to_bytes() == whole.to_bytes()
 

@@ -293,6 +293,36 @@ def test_a_rank_that_is_gone_ends_all_in_bounded_time(
     assert_alike(two_ranks, out, 0.0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_finishes_the_step_and_saves(
+    number: signal.Signals, policy_folder: Path, two_ranks: Path, tmp_path: Path, faulty: str
+) -> None:
+    """Steps 1 to 4, with a stop wherever it comes."""
+    out = tmp_path / "run"
+    config = str(config_file(policy_folder, out, train__checkpoint_every=0))
+    launcher = subprocess.Popen(
+        command(2, "-m", "halfbyte", "train", "--config", config),
+        env=environment(faulty),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 120
+    while len(RunFolder(out).rows()) < 2:
+        assert time.monotonic() < end
+        assert launcher.poll() is None
+        time.sleep(0.005)
+    os.kill(launcher.pid, number)
+    _, text = launcher.communicate(timeout=120)
+    assert messages(text) == []
+    assert latest_checkpoint(out / "checkpoints") is not None
+    done = train(2, faulty, "--out", str(out), "--resume", "--set", "train.checkpoint_every=2")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_alike(two_ranks, out, 0.0)
+
+
+@pytest.mark.slow
 def test_wrong_configuration_is_said_once(policy_folder: Path, tmp_path: Path, faulty: str) -> None:
     config = str(config_file(policy_folder, tmp_path / "run"))
     done = train(2, faulty, "--config", config, "--set", "learner.execution=native")
