@@ -23,7 +23,7 @@ def command(ranks: int, *arguments: str) -> list[str]:
 
 
 def torchrun(
-    ranks: int, *arguments: str, folder: str = "", timeout: float = 240, **extra: str
+    ranks: int, *arguments: str, folder: str = "", timeout: float = 900, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(ranks, *arguments),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -79,6 +80,7 @@ class Learner:
             ``delimiter``.
         ranks: the processes that train together; each makes the same calls with the same trajectories.
         make_parameters: in place of ``Parameters``: sharded ones, of several ranks.
+        device: where forward and backward passes run; off the CPU with kernels that can (``kernels.registry.for_device``).
 
     Attributes:
         comparisons: (layer, site) -> how far the last step's own rounding was from the rollout's.
@@ -105,8 +107,9 @@ class Learner:
         pack: Callable[[Mapping[str, Tensor]], PackedModel] | None = None,
         ranks: Ranks | None = None,
         make_parameters: Callable[..., Parameters] = Parameters,
+        device: torch.device | None = None,
     ) -> None:
-        self.ranks = ranks or Alone()
+        self.ranks, self.device = ranks or Alone(), device or torch.device("cpu")
         if config.execution == "native":
             require_same(rollout_precision, precision, where="learner.precision, of native execution")
             if pack is None:
@@ -120,9 +123,10 @@ class Learner:
         self.rollout_precision, self.total_steps, self.seed = rollout_precision, total_steps, seed
         self.max_response_tokens = max_response_tokens
         dtype = torch.float32 if rollout_precision.exact else torch.bfloat16
-        self.parameters = make_parameters(
-            arch, tensors, precision, kernels, publish_dtype=dtype, rollout_precision=rollout_precision
+        make = partial(
+            make_parameters, arch, precision=precision, kernels=kernels, publish_dtype=dtype, device=self.device
         )
+        self.parameters = make(tensors, rollout_precision=rollout_precision)
         self.optimiser = Optimiser(
             self.parameters.masters,
             lr=config.lr,
@@ -147,7 +151,7 @@ class Learner:
             self._monitor.triage = self._correction
         self._reference = None
         if self._settings.kl is not None:
-            self._reference = make_parameters(arch, reference or tensors, precision, kernels, publish_dtype=dtype)
+            self._reference = make(reference or tensors)
 
     def check(self, trajectories: Sequence[Trajectory]) -> None:
         """Refuse rollouts that this learner cannot score.
@@ -329,6 +333,7 @@ class Learner:
         *,
         with_entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
+        batch = batch.to(self.device)
         run = self._execution(batch, parameters, observer)
 
         def whole() -> tuple[Tensor, Tensor]:
@@ -338,7 +343,8 @@ class Learner:
             seen = logits if with_entropy_gradient else logits.detach()
             return logp, objective.token_entropy(seen, batch.mask, temperature=positive_temperature(batch.temperature))
 
-        return parameters.run(whole)
+        logp, entropy = parameters.run(whole)
+        return logp.cpu(), entropy.cpu()  # losses and statistics are over a number a token
 
     def _execution(self, batch: LearnerBatch, parameters: Parameters, observer: Observer | None) -> AutogradExecution:
         checkpointing = self.config.activation_checkpointing

@@ -87,10 +87,10 @@ class Optimiser:
         for name, master in self.masters.items():
             if f"{name}.step" not in state:
                 continue
-            held: dict[str, Tensor] = {"step": state[f"{name}.step"].reshape(()).clone()}
+            held: dict[str, Tensor] = {"step": state[f"{name}.step"].reshape(()).clone().to(master.device)}
             for key in MOMENTS:
                 tensor = state.get(f"{name}.{key}")
                 if tensor is None or tensor.shape != master.shape:
                     raise CheckpointError("an optimiser moment is missing or mis-shaped", where=f"{name}.{key}")
-                held[key] = tensor.clone()
+                held[key] = tensor.clone().to(master.device)
             self._adam.state[master] = held

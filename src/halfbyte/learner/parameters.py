@@ -34,6 +34,7 @@ class Parameters:
         precision: what the learner's forward pass runs in.
         publish_dtype: torch.bfloat16, or torch.float32 for the exact control.
         rollout_precision: what the rollout runs in, where it is not ``precision``.
+        device: where masters and effective weights live. What is published is handed out on the CPU, where stores and engines are.
 
     Attributes:
         masters: parameter name (experts stacked) -> float32 tensor.
@@ -49,7 +50,9 @@ class Parameters:
         *,
         publish_dtype: torch.dtype = torch.bfloat16,
         rollout_precision: Precision | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        self.device = device or torch.device("cpu")
         self.arch, self.precision, self.kernels, self.publish_dtype = arch, precision, kernels, publish_dtype
         self._rollout = rollout_precision or precision
         spec = self._rollout.weight_spec
@@ -61,7 +64,8 @@ class Parameters:
 
     def _taken(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The masters that this process holds."""
-        return from_checkpoint(tensors, self.arch, dtype=torch.float32)
+        held = from_checkpoint(tensors, self.arch, dtype=torch.float32)
+        return {name: tensor.to(self.device) for name, tensor in held.items()}
 
     def _leaves(self) -> dict[tuple[str, Kind], Tensor]:
         """The effective weights of the masters, not filled yet."""
@@ -124,11 +128,11 @@ class Parameters:
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor in the publish dtype) of every tensor, as the rollout receives them."""
-        return checkpoint_views(self._published, self.arch)
+        return checkpoint_views(self.published_parameters(), self.arch)
 
     def published_parameters(self) -> dict[str, Tensor]:
         """Parameter name (experts stacked) -> published tensor; the next update replaces it and never writes to it."""
-        return dict(self._published)
+        return {name: tensor.cpu() for name, tensor in self._published.items()}
 
     def published_scales(self) -> dict[str, Tensor]:
         """``<weight>.global_scale`` -> stored scale, float32 of shape (), of the weights whose scale outlives versions

@@ -20,6 +20,7 @@ from halfbyte.errors import ConfigError, UserError
 from halfbyte.learner.ranks import shared
 from halfbyte.learner.sharded.group import Group
 from halfbyte.train.agreement import together
+from halfbyte.train.device import device_of
 
 __all__ = ["LostRankError", "joined"]
 
@@ -41,7 +42,7 @@ def joined(config: Config) -> Iterator[Group]:
         SystemExit: another rank has said what is wrong, or will; this one ends without a word.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(config).type
     store = _store(rank, size, config.learner.rank_timeout)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -17,6 +17,7 @@ from halfbyte.errors import ConfigError, DataError
 from halfbyte.guidance.cache import Shelf
 from halfbyte.guidance.plan import Plan
 from halfbyte.kernels import active
+from halfbyte.kernels.registry import for_device
 from halfbyte.learner.learner import Learner
 from halfbyte.learner.ranks import Ranks
 from halfbyte.models.checkpoint_writer import save_checkpoint
@@ -28,6 +29,7 @@ from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import make_alignment
 from halfbyte.train.collect import encode_prompt
+from halfbyte.train.device import device_of
 from halfbyte.train.ranks import folder_of, local_rollouts, open_weights, ranks_of, sharding
 from halfbyte.train.rollouts import Rollouts
 from halfbyte.train.run_folder import RunFolder, environment
@@ -68,7 +70,7 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
 def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
     folder = folder_of(Path(config.train.out), ranks)
     _refuse_to_mix(folder, config, resume=resume, overwrite=overwrite)
-    kernels = active()
+    kernels, device = active(), device_of(config)
     rollout_precision = precision_from(config.precision)
     learner_precision = (
         rollout_precision if config.learner.precision == "same" else precision_from(config.learner.precision)
@@ -101,7 +103,8 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
         rollout_precision=rollout_precision,
         config=config.learner,
         objective_config=config.objective,
-        kernels=kernels,
+        kernels=for_device(device.type),
+        device=device,
         total_steps=config.train.steps,
         seed=config.train.seed,
         max_response_tokens=config.rollout.max_tokens,

@@ -62,11 +62,18 @@ class ShardedParameters(Parameters):
         group: Group,
         publish_dtype: torch.dtype = torch.bfloat16,
         rollout_precision: Precision | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._group, self.layout = group, ParameterLayout(arch)
         self._amax: dict[str, Tensor] = {}
         super().__init__(
-            arch, tensors, precision, kernels, publish_dtype=publish_dtype, rollout_precision=rollout_precision
+            arch,
+            tensors,
+            precision,
+            kernels,
+            publish_dtype=publish_dtype,
+            rollout_precision=rollout_precision,
+            device=device,
         )
 
     def span(self, name: str) -> tuple[int, int]:
@@ -84,7 +91,7 @@ class ShardedParameters(Parameters):
         masters, expected = {}, parameter_shapes(self.arch)
         for name, shape in self.layout.shapes.items():
             begin, end = self.span(name)
-            masters[name] = torch.empty((end - begin, *shape[1:]))
+            masters[name] = torch.empty((end - begin, *shape[1:]), device=self.device)
         for name, location in self.layout.locations.items():
             source, (begin, end) = tensors[name], self.span(location.parameter)
             if tuple(source.shape) != expected[name]:
@@ -112,7 +119,7 @@ class ShardedParameters(Parameters):
             wrapped: FSDPModule = fully_shard(part, mesh=self._group.mesh)
             wrapped.set_gradient_divide_factor(1.0)  # the loss is divided by the global batch's denominators already
             wrapped.set_force_sum_reduction_for_comms(True)  # plain sums: gloo knows no scaled ones
-        root.to_empty(device=self._group.mesh.device_type)
+        root.to_empty(device=self.device)
         self._root, self._layers = root, layers
         return {place: getattr(part, attribute) for place, (part, attribute) in self._places.items()}
 
@@ -154,7 +161,7 @@ class ShardedParameters(Parameters):
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`Parameters.published`; collective: every tensor is put together on every rank."""
-        return self.layout.checkpoint_views({name: self.whole(name) for name in self.masters})
+        return self.layout.checkpoint_views({name: self.whole(name).cpu() for name in self.masters})
 
     def shards(self) -> Iterator[tuple[str, Tensor, int]]:
         """(checkpoint name, this rank's rows as published, the first of them) of every tensor that it holds any of."""
@@ -198,7 +205,7 @@ class ShardedParameters(Parameters):
             part = torch.zeros(count)
             if master.dim() == 3:
                 begin, end = self.span(name)
-                part[begin:end] = new[name].float().abs().amax(dim=(1, 2))
+                part[begin:end] = new[name].float().abs().amax(dim=(1, 2)).cpu()
             elif master.numel():
                 part[0] = new[name].float().abs().amax()
             parts.append(part)

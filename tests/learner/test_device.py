@@ -1,0 +1,108 @@
+"""The learner off the CPU, on a simulated device: nothing mixes devices, and the numbers are those of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharded_case
+import torch
+from elsewhere import DEVICE, Elsewhere, Simulated
+
+from halfbyte.config import LearnerConfig, ObjectiveConfig, load_config
+from halfbyte.errors import ConfigError
+from halfbyte.kernels import get
+from halfbyte.kernels.registry import for_device
+from halfbyte.learner.learner import Learner
+from halfbyte.models.checkpoint import load_checkpoint
+from halfbyte.train.device import device_of
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``fused`` AdamW exists for CPU and CUDA; of the simulated device torch has to be told."""
+    from torch.optim import optimizer
+
+    real = optimizer._get_fused_kernels_supported_devices
+    monkeypatch.setattr(optimizer, "_get_fused_kernels_supported_devices", lambda: [*real(), DEVICE.type])
+    with Simulated():
+        yield
+
+
+def make(case: dict[str, Any], device: torch.device | None) -> Learner:
+    checkpoint = load_checkpoint(Path(case["checkpoint"]))
+    return Learner(
+        checkpoint.architecture,
+        checkpoint.tensors,
+        precision=sharded_case.chosen(case),
+        rollout_precision=sharded_case.chosen(case),
+        config=LearnerConfig(**{"schedule": "constant", "warmup_steps": 0, **case.get("learner", {})}),
+        objective_config=ObjectiveConfig(**case.get("objective", {})),
+        kernels=get("reference"),
+        total_steps=10,
+        alignment=case.get("alignment"),
+        device=device,
+    )
+
+
+def test_the_simulation_refuses_what_a_device_would(simulated: None) -> None:
+    there = torch.ones(3, device=DEVICE)
+    assert isinstance(there, Elsewhere)
+    assert (there * torch.tensor(2.0)).cpu().tolist() == [2.0] * 3
+    with pytest.raises(AssertionError, match="two devices"):
+        there + torch.ones(3)
+    with pytest.raises(AssertionError, match="as if it were here"):
+        there.numpy()
+    assert (there + 1).sum().item() == 6.0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"family": "qwen3_moe", "precision": "w4a4kv4"},
+        {"family": "qwen3_moe", "precision": "experts-w4a4kv4", "objective": {"kl_coef": 0.1, "entropy_coef": 0.01}},
+        {"family": "llama", "precision": "w4a16", "learner": {"packing": False, "products": "bf16"}},
+        {"family": "qwen3", "global_update": "hysteretic"},
+    ],
+    ids=lambda case: case.get("global_update", case.get("precision")),
+)
+def test_a_step_off_the_cpu_has_the_numbers_of_the_cpu(
+    case: dict[str, Any], family_folders: dict[str, Path], simulated: None
+) -> None:
+    case = {**case, "checkpoint": str(family_folders[case["family"]])}
+    trajectories = sharded_case.rollouts(case)
+    here, there = make(case, None), make(case, DEVICE)
+    for learner in (here, there):
+        for step in range(2):
+            result = learner.step(trajectories, step)
+            assert result.changed
+    assert all(isinstance(master, Elsewhere) for master in there.parameters.masters.values())
+    for name, master in here.parameters.masters.items():
+        assert torch.equal(there.parameters.masters[name].cpu(), master), name
+    for (name, left), (_, right) in zip(here.parameters.published(), there.parameters.published()):
+        assert not isinstance(right, Elsewhere), "stores and engines are on the CPU"
+        assert torch.equal(left, right), name
+    assert here.step(trajectories, 2).metrics == there.step(trajectories, 2).metrics
+    state = there.optimiser.state()
+    again = make(case, DEVICE)
+    again.optimiser.load_state({name: tensor.cpu() for name, tensor in state.items()})
+    for name, tensor in again.optimiser.state().items():
+        assert torch.equal(tensor.cpu(), state[name].cpu())
+
+
+def test_kernels_of_a_device(simulated: None) -> None:
+    assert for_device("cuda") is get("reference")
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    config = load_config(flags={"learner.device": "cuda"})
+    if torch.cuda.is_available():
+        assert device_of(config).type == "cuda"
+    else:
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            device_of(config)
+        assert device_of(load_config(flags={"learner.device": "auto"})).type == "cpu"
+    with pytest.raises(ConfigError, match="for the CPU"):
+        load_config(flags={"learner.device": "auto", "learner.execution": "native"})
