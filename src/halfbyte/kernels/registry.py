@@ -63,8 +63,8 @@ def active() -> Kernels:
 
 
 def for_device(device: str) -> Kernels:
-    """The kernels for tensors on a device (``cpu``, ``cuda``, ...): those in use on the CPU, the reference elsewhere, which is torch
-    throughout. What a learner calls of it (quantise, guided round, routes, log-probs) makes no assumption about the device."""
+    """The kernels for tensors on a device (``cpu``, ``cuda``, ...): those in use on the CPU, the reference elsewhere. What a
+    learner calls of it (quantise, guided round, routes, log-probs) is torch throughout and asks where its tensors are."""
     return _ACTIVE if device == "cpu" else _KERNELS["reference"]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,10 +61,12 @@ class LearnerBatch:
         """On another device; ``starts`` stays, since borders are counted on the CPU."""
         if device.type == "cpu":
             return self
-        moved = {f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        moved: dict[str, Any] = {
+            f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)
+        }
         supports = None if self.supports is None else [None if s is None else s.to(device) for s in self.supports]
         guidance = None if self.guidance is None else self.guidance.to(device)
-        return replace(self, **moved | {"starts": self.starts, "supports": supports, "guidance": guidance})
+        return replace(self, **(moved | {"starts": self.starts, "supports": supports, "guidance": guidance}))
 
 
 def micro_batches(lengths: Sequence[int], budget: int, *, packing: bool) -> list[list[int]]:

@@ -34,7 +34,7 @@ class Parameters:
         precision: what the learner's forward pass runs in.
         publish_dtype: torch.bfloat16, or torch.float32 for the exact control.
         rollout_precision: what the rollout runs in, where it is not ``precision``.
-        device: where masters and effective weights live. What is published is handed out on the CPU, where stores and engines are.
+        device: where masters and effective weights live; what is published is handed out on the CPU.
 
     Attributes:
         masters: parameter name (experts stacked) -> float32 tensor.
