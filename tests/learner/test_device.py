@@ -74,17 +74,38 @@ def test_a_step_off_the_cpu_has_the_numbers_of_the_cpu(
     case = {**case, "checkpoint": str(family_folders[case["family"]])}
     trajectories = sharded_case.rollouts(case)
     here, there = make(case, None), make(case, DEVICE)
+    for place, leaf in here.parameters._effective.items():
+        assert torch.equal(there.parameters._effective[place].cpu(), leaf), f"{place}: rounded to the same bits"
+    left, right = here.score(trajectories), there.score(trajectories)
+    torch.testing.assert_close(right.logp, left.logp, atol=1e-6, rtol=1e-6)
+    found = []
     for learner in (here, there):
-        for step in range(2):
-            result = learner.step(trajectories, step)
-            assert result.changed
+        caught: dict[str, torch.Tensor] = {}
+        real = learner.optimiser.step
+
+        def spy(gradients: dict[str, torch.Tensor], factor: float, caught: Any = caught, real: Any = real) -> float:
+            caught.update({name: gradient.cpu().clone() for name, gradient in gradients.items()})
+            return float(real(gradients, factor))
+
+        learner.optimiser.step = spy  # type: ignore[method-assign]
+        result = learner.step(trajectories, 0)
+        assert result.changed
+        found.append((caught, result.metrics))
+    (ours, metrics), (theirs, their_metrics) = found
+    assert ours.keys() == theirs.keys()
+    for (
+        name,
+        gradient,
+    ) in ours.items():  # the framework takes other paths to its products, so sums differ in their last bits
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(theirs[name], gradient, atol=2e-6 * scale, rtol=2e-6, msg=name)
+    assert metrics.keys() == their_metrics.keys()
+    for name, value in metrics.items():
+        assert their_metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert all(isinstance(master, Elsewhere) for master in there.parameters.masters.values())
-    for name, master in here.parameters.masters.items():
-        assert torch.equal(there.parameters.masters[name].cpu(), master), name
-    for (name, left), (_, right) in zip(here.parameters.published(), there.parameters.published()):
-        assert not isinstance(right, Elsewhere), "stores and engines are on the CPU"
-        assert torch.equal(left, right), name
-    assert here.step(trajectories, 2).metrics == there.step(trajectories, 2).metrics
+    assert not any(isinstance(tensor, Elsewhere) for _, tensor in there.parameters.published()), (
+        "for stores and engines"
+    )
     state = there.optimiser.state()
     again = make(case, DEVICE)
     again.optimiser.load_state({name: tensor.cpu() for name, tensor in state.items()})

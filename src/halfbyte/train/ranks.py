@@ -103,8 +103,9 @@ def _check(config: Config, ranks: Ranks) -> None:
             "rollout.backend",
             "local: each rank plays its share of the prompts",
         )
-    if config.rollout.staleness:
-        raise _common("asynchronous rollouts with a learner on several ranks", "rollout.staleness", "0")
+    if config.rollout.staleness or config.rollout.overlap:
+        what = "asynchronous rollouts with a learner on several ranks"
+        raise _common(what, "rollout.staleness, rollout.overlap", "0 and false")
 
 
 def _common(what: str, where: str, expected: str) -> ConfigError:

@@ -28,8 +28,10 @@ from halfbyte.objective import delimiter_flags
 from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import make_alignment
+from halfbyte.train.background import BackgroundRollouts
 from halfbyte.train.collect import encode_prompt
 from halfbyte.train.device import device_of
+from halfbyte.train.flight import Flight, load_flight
 from halfbyte.train.ranks import folder_of, local_rollouts, open_weights, ranks_of, sharding
 from halfbyte.train.rollouts import Rollouts
 from halfbyte.train.run_folder import RunFolder, environment
@@ -116,10 +118,11 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
         delimiters=_delimiters(tokenizer, arch.vocab_size) if config.objective.segmenter == "delimiter" else None,
         **sharding(ranks),
     )
-    progress = Progress()
+    progress, flight = Progress(), Flight()
     saved = latest_checkpoint(folder.path / "checkpoints") if resume else None
     if saved is not None:
         progress = load_state(saved, learner)
+        flight = load_flight(saved, progress.in_flight)
         if progress.step > config.train.steps:
             raise ConfigError(
                 f"the run has done {progress.step} steps", where="train.steps", expected=f"at least {progress.step}"
@@ -138,6 +141,9 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
         shelf=Shelf(config.alignment.memory_mb, folder.path),
     )
     rollouts: Rollouts = local_rollouts(ranks, tensors, engine, env, tokenizer, prompt_limit)
+    if config.rollout.overlap:
+        width = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+        rollouts = BackgroundRollouts(engine, env, tokenizer, recorded, width=width, prompt_limit=prompt_limit)
     _check_prompts(env, tokenizer, prompt_limit)
     tracker = make_tracker(
         config.train.tracker if ranks.rank == 0 else None,
@@ -155,7 +161,9 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
         with closing(rollouts):
             weights = open_weights(folder.path / "refit", rollouts, learner, tensors, progress.version, delta_precision)
             del tensors
-            trainer = Trainer(config, folder, rollouts, learner, env, tokenizer, tracker, weights, progress, guidance)
+            trainer = Trainer(
+                config, folder, rollouts, learner, env, tokenizer, tracker, weights, progress, guidance, flight
+            )
             with _graceful_stop(trainer):
                 complete = trainer.run()
         tracker.finish()

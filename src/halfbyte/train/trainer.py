@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,6 +21,8 @@ from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import is_automatic
 from halfbyte.train.collect import prompt_keys
 from halfbyte.train.evaluate import scores
+from halfbyte.train.feed import Feed, GroupFeed, Source, StepFeed
+from halfbyte.train.flight import Flight
 from halfbyte.train.parity import explain, require_parity
 from halfbyte.train.progress import RunProgress
 from halfbyte.train.prompts import prompt_index
@@ -27,6 +30,7 @@ from halfbyte.train.rollouts import Job, Rollouts
 from halfbyte.train.run_folder import RunFolder
 from halfbyte.train.saved import add_decisions, saved_rows
 from halfbyte.train.state import Progress, save_state
+from halfbyte.train.step_metrics import ages, mean, rollout_metrics
 from halfbyte.train.tracker import Tracker
 from halfbyte.train.weights import WayOfWeights
 
@@ -41,6 +45,7 @@ class Trainer:
         weights: the way from the learner to the rollouts, open at ``progress.version``.
         progress: where to go on; ``Progress()`` for a new run.
         guidance: what rollouts record at first; ``alignment.layers = auto`` narrows it after the first update.
+        flight: what the checkpoint of ``progress`` holds besides.
 
     Attributes:
         stop: set it (from a signal handler) to end after the current step with a checkpoint.
@@ -58,6 +63,7 @@ class Trainer:
         weights: WayOfWeights,
         progress: Progress,
         guidance: Plan,
+        flight: Flight | None = None,
     ) -> None:
         self.weights = weights
         self.config, self.folder, self.rollouts, self.learner = config, folder, rollouts, learner
@@ -78,6 +84,16 @@ class Trainer:
             stop=tuple(rollout.stop),
             seed=config.train.seed,
         )
+        source = Source(
+            prompts=lambda step: self._prompts("train", step * rollout.prompts_per_step, rollout.prompts_per_step),
+            sampling=self.sampling,
+            samples=rollout.samples_per_prompt,
+            per_step=rollout.prompts_per_step,
+            steps=config.train.steps,
+            staleness=rollout.staleness,
+            bound=not rollout.in_flight,
+        )
+        self.feed: Feed = (GroupFeed if rollout.partial else StepFeed)(rollouts, source, progress.step, flight)
 
     def run(self) -> bool:
         """Train; returns False if stopped before the last step. A checkpoint is written at the end either way.
@@ -90,16 +106,16 @@ class Trainer:
             return self._run()
         except UserError as error:
             agreed = error.common or self.learner.ranks.size == 1
-            if (
-                self.progress.step and agreed and not isinstance(error, NumericsError | RefitError)
-            ):  # these strike in mid-step
-                self._save()
+            strikes_in_mid_step = isinstance(error, NumericsError | RefitError)
+            if self.progress.step and agreed and not strikes_in_mid_step:
+                self._save_what_is_whole()
             raise
 
     def _run(self) -> bool:
         config, progress = self.config, self.progress
         ranks = self.learner.ranks
         with RunProgress(config.train.steps, progress.step, quiet=ranks.rank > 0) as display:
+            self._warn_of_staleness(display)
             if progress.step == 0:
                 row = self._evaluate()
                 progress.accuracy_before = row["eval/accuracy"]
@@ -137,8 +153,8 @@ class Trainer:
             "wall_seconds": self.progress.wall_seconds,
             "rollout_seconds": self.progress.rollout_seconds,
             "learner_seconds": self.progress.learner_seconds,
-            "k3_kl": _mean([r["gap/k3_kl"] for r in trained]) if trained else None,
-            "mean_abs_gap": _mean([r["gap/mean_abs"] for r in trained]) if trained else None,
+            "k3_kl": mean([r["gap/k3_kl"] for r in trained]) if trained else None,
+            "mean_abs_gap": mean([r["gap/mean_abs"] for r in trained]) if trained else None,
             "seed": self.config.train.seed,
             "precision": self.learner.rollout_precision.name,
             "learner_precision": self.learner.parameters.precision.name,
@@ -157,17 +173,13 @@ class Trainer:
     def _step(self, display: RunProgress) -> dict[str, float]:
         config, progress = self.config, self.progress
         start = time.perf_counter()
-        count = config.rollout.prompts_per_step
-        prompts = self._prompts("train", progress.step * count, count)
-        keys = prompt_keys(("train", progress.step), prompts)
-        samples = config.rollout.samples_per_prompt
-        self.rollouts.submit(Job(progress.step, prompts, keys, self.sampling, samples, version=progress.version))
-        trajectories = self.rollouts.take(progress.step)
+        trajectories = self.feed.next(progress.step)
         rolled = time.perf_counter()
         rows = self._rows_to_save(trajectories)
         scored = time.perf_counter()
         if config.learner.require_parity:
             self._require_parity(trajectories)
+        flight = self._flight_metrics(trajectories, rolled - start)
         result = self.learner.step(trajectories, progress.step, progress.version)
         for note in result.warnings:
             if note not in self._said:
@@ -186,16 +198,45 @@ class Trainer:
         published = time.perf_counter()
         progress.rollout_seconds += rolled - start
         progress.learner_seconds += learned - scored
-        row = result.metrics | _rollout_metrics(trajectories) | refit
+        row = result.metrics | rollout_metrics(trajectories) | flight | refit
+        tokens, seconds = float(sum(int(t.mask.sum()) for t in trajectories)), time.perf_counter() - start
         row |= {
             "version": float(progress.version),
-            "tokens/rollout": float(sum(int(t.mask.sum()) for t in trajectories)),
+            "tokens/rollout": tokens,
             "time/rollout": rolled - start,
             "time/learner": learned - scored,
             "time/publish": published - learned,
-            "time/step": time.perf_counter() - start,
+            "time/step": seconds,
+            "time/tokens_per_second": tokens / seconds,
         }
         return row
+
+    def _flight_metrics(self, trajectories: Sequence[Trajectory], waited: float) -> dict[str, float]:
+        """How old the tokens of a step are, and what is under way; nothing for a synchronous run."""
+        rollout = self.config.rollout
+        if not (rollout.staleness or rollout.overlap):
+            return {}
+        found = ages(trajectories, self.progress.version)
+        idle = (
+            {"time/idle_learner": waited, "time/idle_rollout": self.rollouts.idle_seconds()} if rollout.overlap else {}
+        )
+        return found | self.feed.counts() | idle
+
+    def _warn_of_staleness(self, display: RunProgress) -> None:
+        """Settings that are meant for tokens of the present weights, in a run that has older ones."""
+        rollout, objective = self.config.rollout, self.config.objective
+        if not rollout.staleness:
+            return
+        if objective.correction == "none" and objective.proximal == "learner":
+            display.say(
+                f"warning: rollout.staleness = {rollout.staleness}, and nothing corrects old tokens; "
+                f'objective.correction = "token_tis" does, or objective.proximal = "rollout"'
+            )
+        lag = self.config.alignment.max_version_lag
+        if self.learner.alignment is not None and lag < rollout.staleness:
+            display.say(
+                f"note: guidance of weights more than {lag} updates old is not used (alignment.max_version_lag)"
+            )
 
     def _require_parity(self, trajectories: Sequence[Trajectory]) -> None:
         """Before the update, so that nothing is lost."""
@@ -281,25 +322,15 @@ class Trainer:
         now = time.monotonic()
         self.progress.wall_seconds += now - self._since
         self._since = now
-        save_state(self.folder.path / "checkpoints", self.learner, self.progress, self.config.train.keep_checkpoints)
+        flight = self.feed.flight()
+        keep = self.config.train.keep_checkpoints
+        save_state(self.folder.path / "checkpoints", self.learner, self.progress, keep, flight)
 
-
-def _rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    mean = _mean(rewards)
-    lengths = [len(t.response_ids) for t in trajectories]
-    spread = {"reward/mean": mean, "reward/std": _mean([(r - mean) ** 2 for r in rewards]) ** 0.5} if rewards else {}
-    return spread | {
-        "reward/failed": float(len(trajectories) - len(rewards)),
-        "accuracy/train": _mean([float(bool(t.info.get("correct"))) for t in trajectories]),
-        "length/mean": _mean([float(n) for n in lengths]),
-        "length/max": float(max(lengths)),
-        "finish/length": _mean([float(t.finish_reason == "length") for t in trajectories]),
-    }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    def _save_what_is_whole(self) -> None:
+        """After an error; the checkpoint before stays the newest where the rollouts cannot hand over what is in flight."""
+        with suppress(UserError):
+            self.feed.flight()
+            self._save()
 
 
 def _note(row: dict[str, float]) -> str:
