@@ -16,7 +16,7 @@ from halfbyte.bench.decoders import Decoded, EngineDecoder, TransformersDecoder
 from halfbyte.bench.memory import resident
 from halfbyte.bench.random_moe import RandomTensors, moe_architecture
 from halfbyte.bench.rollout import Contest, RolloutRow, race
-from halfbyte.cli.footprint import weight_bytes
+from halfbyte.planning.footprint import weight_bytes
 from halfbyte.cli.main import main
 from halfbyte.errors import ConfigError
 from halfbyte.kernels import active

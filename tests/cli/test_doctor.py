@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from halfbyte.cli.doctor import _model
-from halfbyte.cli.footprint import footprint, kv_bytes, open_architecture, weight_bytes
+from halfbyte.planning.footprint import footprint, kv_bytes, open_architecture, weight_bytes
 from halfbyte.cli.main import main
 from halfbyte.kernels import active, get
 from halfbyte.kernels.kv import kv_bytes_per_token
