@@ -32,6 +32,7 @@ FLOORS = {
     "quantize": 6,
     "serve": 7,
     "diagnosis": 7,
+    "planning": 7,
     "train": 7,
     "bench": 8,
     "report": 8,

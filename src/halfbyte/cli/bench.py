@@ -82,9 +82,9 @@ def rollout(
     from halfbyte.bench import rollout as bench
     from halfbyte.bench import table
     from halfbyte.bench.machine import machine
-    from halfbyte.cli.footprint import weight_bytes
     from halfbyte.models.architecture import Architecture
     from halfbyte.models.precision import Precision
+    from halfbyte.planning.footprint import weight_bytes
 
     def predict(architecture: Architecture, at: Precision) -> int:
         return sum(weight_bytes(architecture, at)[0].values())

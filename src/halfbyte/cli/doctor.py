@@ -29,8 +29,8 @@ def doctor(
         raise ConfigError(f"--context is {context}", where="command line", expected="at least 1 token")
 
     from halfbyte.cli import machine
-    from halfbyte.cli.footprint import footprint, open_architecture
     from halfbyte.models.open_model import model_folder
+    from halfbyte.planning.footprint import footprint, open_architecture
 
     facts: dict[str, Any] = {
         "halfbyte": machine.halfbyte_version(),

@@ -17,6 +17,7 @@ from halfbyte.cli.bench import make_bench
 from halfbyte.cli.diagnose import diagnose
 from halfbyte.cli.doctor import doctor
 from halfbyte.cli.generate import generate
+from halfbyte.cli.plan import plan
 from halfbyte.cli.quantize import quantize
 from halfbyte.cli.refit import make_refit
 from halfbyte.cli.report import report
@@ -38,7 +39,7 @@ def make_app() -> App:
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
     )
-    for command in (train, generate, quantize, serve, report, diagnose, doctor):
+    for command in (train, generate, quantize, serve, plan, report, diagnose, doctor):
         app.command(command)
     app.command(make_bench())
     app.command(make_refit())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -19,18 +19,22 @@ from halfbyte.guidance.plan import Plan
 from halfbyte.kernels import active
 from halfbyte.learner.learner import Learner
 from halfbyte.models.checkpoint_writer import save_checkpoint
-from halfbyte.models.open_model import open_model
+from halfbyte.models.open_model import model_folder, open_model
 from halfbyte.models.precision import precision_from
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.objective import delimiter_flags
 from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import make_alignment
+from halfbyte.train.background import BackgroundRollouts
 from halfbyte.train.collect import encode_prompt
+from halfbyte.train.flight import Flight, load_flight
+from halfbyte.train.rollouts import LocalRollouts, Rollouts
 from halfbyte.train.run_folder import RunFolder, environment
 from halfbyte.train.state import Progress, latest_checkpoint, load_state
 from halfbyte.train.tracker import make_tracker
 from halfbyte.train.trainer import Trainer
+from halfbyte.train.vllm_rollouts import VllmRollouts, VllmSettings
 from halfbyte.train.weights import WeightPath
 
 __all__ = ["run"]
@@ -44,6 +48,11 @@ FREE = (
     "train.save_trajectories_every",
     "alignment.memory_mb",
     "train.saved_trajectories",
+    "rollout.url",
+    "rollout.python",
+    "rollout.server_arguments",
+    "rollout.store",
+    "rollout.verify_every",
 )
 #: finite data sets up to this size are checked before the first step
 CHECKED_PROMPTS = 20_000
@@ -69,10 +78,10 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
     delta_precision = None if counted is None else precision_from(counted)
     checkpoint, tokenizer = open_model(config.model.path)
     arch = checkpoint.architecture
-    options = dict(config.env.options)
+    settings = dict(config.env.options)
     if config.env.reward is not None:
-        options["reward"] = config.env.reward
-    env = make_env(config.env.name, **options)
+        settings["reward"] = config.env.reward
+    env = make_env(config.env.name, **settings)
     room = arch.max_positions - config.rollout.max_tokens
     if room < 1:
         raise ConfigError(
@@ -104,31 +113,38 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         ),
         delimiters=_delimiters(tokenizer, arch.vocab_size) if config.objective.segmenter == "delimiter" else None,
     )
-    progress = Progress()
+    progress, flight = Progress(), Flight()
     saved = latest_checkpoint(folder.path / "checkpoints") if resume else None
     if saved is not None:
         progress = load_state(saved, learner)
+        flight = load_flight(saved, progress.in_flight)
         if progress.step > config.train.steps:
             raise ConfigError(
                 f"the run has done {progress.step} steps", where="train.steps", expected=f"at least {progress.step}"
             )
-    engine = Engine(
-        arch,
-        rollout_precision,
-        dict(learner.parameters.published()) | learner.parameters.published_scales(),
-        detokeniser=tokenizer,
-        options=EngineOptions(
-            max_batch_tokens=config.rollout.max_batch_tokens,
-            max_sequences=config.rollout.max_sequences,
-            kv_memory_mb=config.rollout.kv_memory_mb,
-            page_size=config.rollout.page_size,
-            max_length=longest,
-        ),
-        kernels=kernels,
-        version=progress.version,
-        guidance=guidance if progress.guidance is None else Plan.from_json(progress.guidance),
-        shelf=Shelf(config.alignment.memory_mb, folder.path),
-    )
+    recorded = guidance if progress.guidance is None else Plan.from_json(progress.guidance)
+    rollouts: Rollouts
+    if config.rollout.backend == "vllm":
+        rollouts = VllmRollouts(
+            _vllm_settings(config, folder, longest), arch, rollout_precision, env, tokenizer, prompt_limit
+        )
+        rollouts.guide(recorded)
+    else:
+        engine = Engine(
+            arch,
+            rollout_precision,
+            dict(learner.parameters.published()) | learner.parameters.published_scales(),
+            detokeniser=tokenizer,
+            options=engine_options(config, longest),
+            kernels=kernels,
+            version=progress.version,
+            guidance=recorded,
+            shelf=Shelf(config.alignment.memory_mb, folder.path),
+        )
+        rollouts = LocalRollouts(engine, env, tokenizer, prompt_limit)
+        if config.rollout.overlap:
+            width = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+            rollouts = BackgroundRollouts(engine, env, tokenizer, recorded, width=width, prompt_limit=prompt_limit)
     _check_prompts(env, tokenizer, prompt_limit)
     tracker = make_tracker(config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json())
     with folder.locked():
@@ -138,12 +154,13 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         folder.rewind(progress.step if saved is not None else -1)
         folder.write_json("config.json", config.to_json())
         folder.write_json("environment.json", environment(config.train.seed))
-        weights = WeightPath(folder.path / "refit", engine, learner, progress.version, delta_precision)
-        trainer = Trainer(
-            config, folder, engine, learner, env, tokenizer, tracker, weights, progress, prompt_limit, guidance
-        )
-        with _graceful_stop(trainer):
-            complete = trainer.run()
+        with closing(rollouts):
+            weights = WeightPath(folder.path / "refit", rollouts, learner, progress.version, delta_precision)
+            trainer = Trainer(
+                config, folder, rollouts, learner, env, tokenizer, tracker, weights, progress, guidance, flight
+            )
+            with _graceful_stop(trainer):
+                complete = trainer.run()
         tracker.finish()
         if not complete:
             return 130
@@ -156,6 +173,32 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         )
         folder.write_json("summary.json", trainer.summary())
     return 0
+
+
+def engine_options(config: Config, longest: int) -> EngineOptions:
+    """The engine's budgets as the ``rollout`` section says, for sequences of up to ``longest`` tokens."""
+    rollout = config.rollout
+    return EngineOptions(
+        max_batch_tokens=rollout.max_batch_tokens,
+        max_sequences=rollout.max_sequences,
+        kv_memory_mb=rollout.kv_memory_mb,
+        page_size=rollout.page_size,
+        max_length=longest,
+    )
+
+
+def _vllm_settings(config: Config, folder: RunFolder, longest: int) -> VllmSettings:
+    rollout = config.rollout
+    return VllmSettings(
+        rollout.url,
+        rollout.python,
+        model_folder(config.model.path),
+        folder.path / "vllm.log",
+        max_length=longest,
+        arguments=rollout.server_arguments,
+        store=rollout.store,
+        verify_every=rollout.verify_every,
+    )
 
 
 def _refuse_to_mix(folder: RunFolder, config: Config, *, resume: bool, overwrite: bool) -> None:
@@ -204,7 +247,7 @@ def _clear(folder: RunFolder) -> None:
     """Remove what a run writes, and nothing else that may lie in the folder."""
     for name in ("checkpoints", "trajectories", "model", "refit"):
         shutil.rmtree(folder.path / name, ignore_errors=True)
-    for name in ("config.json", "environment.json", "metrics.jsonl", "summary.json", "report.html"):
+    for name in ("config.json", "environment.json", "metrics.jsonl", "summary.json", "report.html", "vllm.log"):
         (folder.path / name).unlink(missing_ok=True)
 
 

@@ -1,7 +1,7 @@
 """What serving costs: per 1000 requests and per passed task, set-up and upkeep spread over requests, and the break-even day.
 
-Serving is the wall time of an arm's segments at the trial's load, priced by the hour: the whole machine, or the share of its
-memory that the arm's peak takes where others use the rest. Set-up is spread evenly over the requests of the horizon.
+Serving is the time with a request of an arm in flight, at the trial's load, priced by the hour: the whole machine, or the share
+of its memory that the arm's peak takes where others use the rest. Set-up is spread evenly over the requests of the horizon.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ArmCost(Strict):
 
     Arguments:
         requests, passed: in the trial; passed by the scorer.
-        seconds: wall time of the arm's segments.
+        seconds: wall time with a request of the arm in flight.
         serving_per_1k: machine, per 1000 requests; None where the price needs a peak that nobody knows.
         setup_per_1k, operating_per_1k: spread over requests; None where requests_per_month is 0 but there is something to
             spread. 0 for the baseline.

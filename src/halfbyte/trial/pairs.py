@@ -47,7 +47,7 @@ class Block:
 
     Arguments:
         records: by arm, in order of their position.
-        seconds: by arm: wall time of its segments, from a segment's first request to the end of its last.
+        seconds: by arm: wall time during which one of its requests was in flight.
     """
 
     records: dict[Arm, tuple[Record, ...]]
@@ -125,22 +125,19 @@ def _whole(parts: list[list[Record]]) -> bool:
 
 
 def _block(parts: list[list[Record]]) -> Block:
-    held: dict[Arm, list[Record]] = {arm: [] for arm in ARMS}
-    seconds: dict[Arm, float] = dict.fromkeys(ARMS, 0.0)
-    for part in parts:
-        segment: list[Record] = []
-        for record in part:
-            if segment and segment[-1].arm != record.arm:
-                seconds[segment[0].arm] += _span(segment)
-                segment = []
-            segment.append(record)
-            held[record.arm].append(record)
-        seconds[segment[0].arm] += _span(segment)
-    return Block({arm: tuple(held[arm]) for arm in ARMS}, seconds)
+    held: dict[Arm, tuple[Record, ...]] = {
+        arm: tuple(record for part in parts for record in part if record.arm == arm) for arm in ARMS
+    }
+    return Block(held, {arm: _in_flight(held[arm]) for arm in ARMS})
 
 
-def _span(segment: list[Record]) -> float:
-    return max(r.started + r.latency for r in segment) - min(r.started for r in segment)
+def _in_flight(records: Iterable[Record]) -> float:
+    """Seconds during which at least one of the requests was in flight; pauses between segments do not count."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted((r.started, r.started + r.latency) for r in records):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 def _some(names: Sequence[str]) -> str:

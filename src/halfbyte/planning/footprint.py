@@ -43,14 +43,14 @@ class _Matrix:
 
 
 def open_architecture(folder: Path) -> Architecture:
-    """The architecture of a model folder; ties are resolved from the weights where they are there.
+    """The architecture of a model folder, or of a config.json by itself; ties are resolved from the weights where they are there.
 
     Raises:
         CheckpointError: no config.json, or one that is not supported; weights that do not fit it.
     """
-    if any(folder.glob("*.safetensors")):
+    if folder.is_dir() and any(folder.glob("*.safetensors")):
         return load_checkpoint(folder, finite=False).architecture
-    path = folder / "config.json"
+    path = folder / "config.json" if folder.is_dir() or folder.suffix != ".json" else folder
     return Architecture.from_hf(read_json(path), str(path))
 
 
