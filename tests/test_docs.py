@@ -149,5 +149,5 @@ def test_constraints_cover_every_direct_dependency() -> None:
     block = project[project.index("dependencies = [") : project.index("[project.scripts]")]
     wanted = {name.lower() for name in re.findall(r'"([A-Za-z][\w-]*)(?:[<>=;\[ ][^"]*)?"', block)} - {"halfbyte"}
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
-    assert wanted - pinned <= {"tomli"}
+    assert wanted - pinned <= {"tomli", "vllm"}, "vLLM has an environment of its own, with its version in the Makefile"
     assert wanted

@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
 #: Generous: nothing here takes a second on an idle machine.
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 def chat_folder(folder: Path) -> Path:

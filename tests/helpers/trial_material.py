@@ -9,6 +9,7 @@ from halfbyte.trial.integrity import Finding
 from halfbyte.trial.outcome import EXIT_CODES, Check, Decision, Verdict
 from halfbyte.trial.records import Arm, ArmUsage, Phase, Record
 from halfbyte.trial.report.material import Material
+from halfbyte.trial.review import Note
 from halfbyte.trial.settings import Settings
 from halfbyte.trial.tasks import Task
 
@@ -119,6 +120,7 @@ def material(
     integrity: Sequence[Finding] = (),
     environment: Mapping[str, Any] | None = None,
     given: Settings | None = None,
+    notes: Sequence[Note] = (),
 ) -> Material:
     records = pair("a", True, True) if records is None else records
     names = dict.fromkeys(r.task for r in records)
@@ -131,4 +133,5 @@ def material(
         usage={"baseline": usage("baseline"), "candidate": usage("candidate", 300)} if used is None else used,
         integrity=integrity,
         environment={"python": "3.12"} if environment is None else environment,
+        notes=notes,
     )

@@ -233,6 +233,7 @@ def test_an_empty_store_is_waited_for_and_a_damaged_one_reported(
         gate.open()
         assert client(server).completions.create(**OPTIONS, max_tokens=2).choices
         assert metric(server, 'halfbyte_refits_total{outcome="failed"}') == 0
+        store.mkdir(exist_ok=True)
         (store / "HEAD").write_text("{}", encoding="utf-8")
         wait_until(lambda: metric(server, "halfbyte_refit_failing") == 1, "the report")
         assert client(server).completions.create(**OPTIONS, max_tokens=2).choices
@@ -260,3 +261,27 @@ def test_prefixes_of_an_old_version_are_never_found(folder: Path, line: list[Ten
                 assert answer.choices[0].token_ids == tokens_of(folder, tensors, 8, prompt)  # type: ignore[attr-defined]
                 cached.append(answer.usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr]
             assert cached == [0, 80]
+
+
+def test_bf16_versions_do_not_follow_from_a_quantised_checkpoint(
+    folder: Path, line: list[Tensors], tmp_path: Path
+) -> None:
+    from halfbyte.quantize.export import quantize_model
+
+    quantize_model(
+        str(folder),
+        tmp_path / "fp4",
+        style="halfbyte",
+        kind="w4a4",
+        spec_name="halfbyte",
+        calibration=None,
+        tensor_parallel=1,
+        overwrite=False,
+    )
+    publisher(tmp_path / "store").publish(line[0], version=1)
+    with following(tmp_path / "fp4", tmp_path / "store") as (server, gate):
+        gate.open()
+        wait_until(lambda: metric(server, "halfbyte_refit_failing") == 1, "the report")
+        answer = client(server).completions.create(**OPTIONS, max_tokens=12)
+        assert answer.weight_version == 0  # type: ignore[attr-defined]
+        assert answer.choices[0].token_ids == tokens_of(folder, line[0], 12)  # type: ignore[attr-defined]

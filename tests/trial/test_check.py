@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -344,6 +345,15 @@ def test_memory_of_a_process_tree_is_seen() -> None:
     with MemoryProbe(None) as remote:
         pass
     assert (remote.peak_bytes, remote.source) == (None, "remote")
+
+
+def test_where_the_system_tells_no_shares_the_resident_set_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfbyte.trial.memory_probe.PROPORTIONAL", False)
+    here = psutil.Process().memory_info().rss
+    assert resident_bytes([os.getpid()]) == pytest.approx(here, rel=0.1)
+    with MemoryProbe(os.getpid()) as probe:
+        pass
+    assert probe.source in ("RSS", "NVML")
 
 
 def test_this_machine_can_be_described() -> None:

@@ -15,7 +15,8 @@ from trial_material import check, decision, material, pair, record, settings as 
 from halfbyte.errors import DataError
 from halfbyte.html.text import visible
 from halfbyte.trial.integrity import Finding
-from halfbyte.trial.report import Material, page, write
+from halfbyte.trial.report import Material, markdown, page, write
+from halfbyte.trial.review import Note
 
 HOSTILE = '</pre><script>alert(1)</script><img src=x onerror=alert(1)>" \x00 \x1b[31mred \u202eright to left'
 
@@ -99,6 +100,18 @@ def test_every_verdict_has_its_words(verdict: str, title: str) -> None:
     assert "<li>because of this</li>" in text
 
 
+def test_reasons_are_limits_in_words_the_broken_ones_first() -> None:
+    checks = [check(ok=None), check("critical_tasks", unit="count", sense="at most", estimate=2.0, limit=0.0, ok=False)]
+    found = decision("retain", *checks, reasons=["pass_rate more than -0.05: not shown", "a new trial could conclude"])
+    text = page(material(found=found))
+    shown = re.findall(r"<li>([^<]*)</li>", text[: text.index("</section>")])
+    assert [reason.split(":")[0] for reason in shown] == ["broken", "open", "a new trial could conclude"]
+    assert (
+        shown[1]
+        == "open: pass rate, candidate less baseline: -1.0 points; -4.0 to +2.0 points; limit: more than -5.0 points"
+    )
+
+
 def test_the_page_loads_nothing() -> None:
     text = page(regressed(given=trial_settings(trial={"name": "http://elsewhere.example/x.js"})))
     Checker(text)
@@ -131,6 +144,14 @@ def test_regressions_come_before_gains_and_critical_ones_before_others() -> None
     shown = re.findall(r"<h3>([a-d]-\w+)</h3>", text)
     assert shown == ["d-critical", "c-always", "b-once", "a-gain"]
     assert text.index("<summary>Gains (1)") > text.index("<h2>Details")
+
+
+def test_notes_of_reviewers_stand_with_their_task() -> None:
+    notes = [Note("lost", "Ada", "the <b>old</b> answer was wrong too", 1.0), Note("kept", "Bob", "fine", 2.0)]
+    text = page(regressed(notes=notes))
+    assert "<b>note</b> Ada: the &lt;b&gt;old&lt;/b&gt; answer was wrong too" in text
+    assert "Bob" not in text
+    assert "- note of Ada: the &lt;b&gt;old&lt;/b&gt; answer" in markdown(regressed(notes=notes))
 
 
 def test_many_regressions_are_named_but_not_all_shown() -> None:

@@ -66,6 +66,18 @@ class RolloutConfig(Section):
         kv_memory_mb: KV pages, MiB.
         page_size: tokens a page, a multiple of 16.
         max_sequences: samples in flight.
+        backend: where episodes are played: in this process, by workers on Ray, or by a vLLM server.
+        url: address of a running vLLM server; without it one is started.
+        python: interpreter of the environment that holds vLLM, for a server of our own.
+        server_arguments: more of such a server's command line.
+        store: address of the run's refit store as the vLLM server reaches it; its folder by default.
+        verify_every: compare the vLLM server with a fresh load after so many updates; 0 never does.
+        workers: of a backend that has any.
+        resources: what each worker reserves, by name (``CPU``, ``GPU``, names of your own).
+        staleness: k: tokens may come from weights up to k updates older than those they train; 0 is synchronous.
+        overlap: generate beside the learner. Without it the k batches ahead are generated between the steps.
+        in_flight: new weights reach samples in flight at their next token; otherwise the weights that begin a batch finish it.
+        partial: a step takes the groups that are complete first, longer ones go on; no token gets older than ``staleness``.
     """
 
     prompts_per_step: Many = 64
@@ -80,6 +92,32 @@ class RolloutConfig(Section):
     kv_memory_mb: Positive = 256.0
     page_size: Annotated[int, Field(ge=16, multiple_of=16)] = 16
     max_sequences: Count = 1024
+    backend: Literal["local", "ray", "vllm"] = "local"
+    url: Text | None = None
+    python: Text | None = None
+    server_arguments: tuple[Text, ...] = ()
+    store: Text | None = None
+    verify_every: Natural = 1
+    workers: Count = 1
+    resources: dict[Text, NotNegative] = Field(default_factory=dict)
+    staleness: Natural = 0
+    overlap: bool = False
+    in_flight: bool = False
+    partial: bool = False
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RolloutConfig:
+        if self.in_flight and not self.overlap:
+            raise ValueError("in_flight needs overlap = true: without it no sample is in flight while weights change")
+        if self.backend == "vllm" and (self.url is None) == (self.python is None):
+            raise ValueError('backend = "vllm" needs url (a running server) or python (to start one)')
+        if self.backend == "vllm" and self.overlap:
+            raise ValueError('overlap needs backend = "local": a vLLM server plays a batch when it is submitted')
+        if self.backend != "vllm" and (self.url or self.python or self.server_arguments or self.store):
+            raise ValueError('url, python, server_arguments and store need backend = "vllm"')
+        if self.partial and not self.in_flight:
+            raise ValueError("partial needs in_flight = true: samples that are carried over meet new weights")
+        return self
 
 
 class LearnerConfig(Section):
@@ -99,6 +137,8 @@ class LearnerConfig(Section):
         activation_memory_mb: the micro-batch is as large as activations of this many MiB allow.
         max_tokens_per_microbatch: sets its size in tokens instead.
         router_replay: use the rollout's expert choices.
+        device: of the learner; ``auto`` is ``cuda`` where there is one (docs/gpu.md).
+        rank_timeout: seconds that a rank waits for the others, where ``torchrun`` started several (docs/fsdp.md).
     """
 
     execution: Literal["emulated", "native"] = "emulated"
@@ -119,9 +159,15 @@ class LearnerConfig(Section):
     packing: bool = True
     activation_checkpointing: bool = False
     router_replay: bool = True
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    rank_timeout: Positive = 600.0
 
     @model_validator(mode="after")
     def _can_have_parity(self) -> LearnerConfig:
+        if self.execution == "native" and self.device != "cpu":
+            raise ValueError(
+                'execution = "native" runs the rollout\'s kernels, which are for the CPU: set device = "cpu"'
+            )
         if self.require_parity and self.execution != "native":
             raise ValueError('require_parity needs execution = "native": other products differ in the last bits')
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,7 +18,7 @@ from halfbyte.guidance.rounding import TRACE, RoundingMethod
 from halfbyte.kernels import Kernels
 from halfbyte.models.trajectory import GuidanceRows
 
-__all__ = ["Alignment", "BatchGuidance", "Guide", "gather", "read_layout"]
+__all__ = ["Alignment", "BatchGuidance", "Guide", "gather", "read_layout", "too_old"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,11 @@ class BatchGuidance:
     kernels: Kernels
     wanted: int
 
+    def to(self, device: torch.device) -> BatchGuidance:
+        """On another device."""
+        routes = None if self.routes is None else self.routes.to(device)
+        return replace(self, rows=self.rows.to(device), kv=self.kv.to(device), have=self.have.to(device), routes=routes)
+
     def at(self, layer: int, site: str, chosen: Tensor | None = None) -> Guide | None:
         """The guide of a site, None where it is not guided.
 
@@ -107,7 +112,7 @@ class BatchGuidance:
         same = chosen[:, :, None] == recorded[:, None, :]
         slots = same.int().argmax(dim=2)
         k = recorded.shape[1]
-        moved = found.flat().select((torch.arange(len(slots))[:, None] * k + slots).view(-1))
+        moved = found.flat().select((torch.arange(len(slots), device=slots.device)[:, None] * k + slots).view(-1))
         return Guide(layer, site, _unflat(moved.payload, k), (moved.guided.view(-1, k) & same.any(dim=2)))
 
     def _read(self, f: Field, bits: int) -> Guide:
@@ -154,6 +159,11 @@ def read_layout(text: str) -> Layout:
     return Layout.from_text(text)
 
 
+def too_old(record: GuidanceRows, alignment: Alignment, version: int) -> bool:
+    """Whether a learner of ``version`` leaves a record unused for its age."""
+    return version - record.version > alignment.max_version_lag
+
+
 def gather(
     records: Sequence[GuidanceRows | None],
     lengths: Sequence[int],
@@ -175,7 +185,7 @@ def gather(
         DataError: records of different plans in one batch, or rows that do not fit their layout.
         ConfigError: more bits wanted than recorded.
     """
-    used = [r if r is not None and version - r.version <= alignment.max_version_lag else None for r in records]
+    used = [None if r is None or too_old(r, alignment, version) else r for r in records]
     layouts = {r.layout for r in used if r is not None}
     if not layouts:
         return None

@@ -12,7 +12,13 @@ from torch import Tensor
 from halfbyte import objective
 from halfbyte.models.trajectory import Trajectory
 
-__all__ = ["Monitor", "Tokens"]
+__all__ = ["Monitor", "Tokens", "rows_of_samples"]
+
+
+def rows_of_samples(samples: Sequence[Trajectory]) -> list[Tensor]:
+    """Where the response tokens of each sample lie in :class:`Tokens`, int64."""
+    ends = np.cumsum([len(t.response_ids) for t in samples])
+    return [torch.arange(end - len(t.response_ids), end) for end, t in zip(ends.tolist(), samples)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +102,16 @@ class Monitor:
         )
 
     def look(self, record: objective.CorrectionInput, weights: Tensor | None) -> dict[str, float]:
-        """Metrics of a step: size of the gap and its sign structure. Changes nothing, see :meth:`learn`."""
+        """Metrics of a step: size of the gap and its sign structure. Changes nothing, see :meth:`learn`.
+
+        Old tokens have staleness in their gap; where there are any, the size is also told apart (``gap/current/``, ``/stale/``).
+        """
         numbers = objective.gap_metrics(record.gap, record.mask, record.sequence_index).to_dict()
+        stale = record.mask & ~record.current
+        if bool(stale.any()):
+            for name, chosen in (("current", record.current), ("stale", stale)):
+                found = objective.gap_metrics(record.gap, chosen, record.sequence_index)
+                numbers |= found.to_dict(f"gap/{name}/")
         return numbers | objective.quadrants(record, weights, triage=self.triage)
 
     def learn(self, record: objective.CorrectionInput) -> None:

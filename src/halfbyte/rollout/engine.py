@@ -6,6 +6,7 @@ alone, in any batch, in any arrival order, for any page size, with shared prompt
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -176,6 +177,17 @@ class Engine:
             self.pool.guidance = arena
             if arena is not None:
                 self.pool.forget_prefixes()  # what they hold was not recorded
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Set the samples in flight aside: the engine is idle inside. They are recomputed afterwards and go on."""
+        self.scheduler.preempt_all()
+        samples, waiting = self._samples, self.scheduler.waiting
+        self._samples, self.scheduler.waiting = {}, deque()
+        try:
+            yield
+        finally:
+            self._samples, self.scheduler.waiting = samples, waiting
 
     def check(self, request: Request) -> None:
         """Refuse what :meth:`add` refuses; for callers on other threads, too.

@@ -10,23 +10,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from halfbyte.errors import RefitError
+from halfbyte.kernels import Kernels
+from halfbyte.models.architecture import Architecture
 from halfbyte.models.layout import ParameterLayout
+from halfbyte.models.precision import Precision
 from halfbyte.refit.arrays import Bytes, TensorInfo, flat_bytes, infos_of, writable_bytes
 from halfbyte.refit.errors import LayoutError, WrongBaseError
 from halfbyte.refit.patch import Change, Stamp, Update, write_block
-from halfbyte.rollout.engine import Engine
 from halfbyte.rollout.packer import Source
 from halfbyte.rollout.weights import RolloutWeights, published
 
-__all__ = ["EngineTarget", "SharedEngineTarget", "Staged", "checked_info", "ready"]
+__all__ = ["EngineTarget", "Served", "SharedEngineTarget", "Staged", "checked_info", "ready"]
 
 _SCALE = ".global_scale"
+
+
+class Served(Protocol):
+    """What a target needs of an engine."""
+
+    @property
+    def arch(self) -> Architecture: ...
+
+    @property
+    def precision(self) -> Precision: ...
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+    @property
+    def weights(self) -> RolloutWeights:
+        """What is served."""
+
+    def swap(self, weights: RolloutWeights) -> None:
+        """Serve others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +77,10 @@ class EngineTarget:
 
     survives = False
 
-    def __init__(self, engine: Engine, tensors: Mapping[str, Tensor], *, stamp: Stamp | None = None) -> None:
+    def __init__(self, engine: Served, tensors: Mapping[str, Tensor], *, stamp: Stamp | None = None) -> None:
         self._begin(engine, published(engine.arch, engine.precision, tensors), stamp)
 
-    def _begin(self, engine: Engine, source: Source, stamp: Stamp | None) -> None:
+    def _begin(self, engine: Served, source: Source, stamp: Stamp | None) -> None:
         self.engine, self.source = engine, source
         self.layout = ParameterLayout(engine.arch)
         self.rows_quantised = 0
@@ -159,12 +182,12 @@ class SharedEngineTarget(EngineTarget):
     """The engine in the trainer's own process: it packs the very tensors that were published, and holds no copy of them.
 
     Arguments:
-        engine: serves what ``latest`` gives now.
+        engine: serves what ``latest`` gives now; or what stands for one.
         latest: the weights last published. Tensors are replaced by the next publication, never written to.
         stamp: what they are.
     """
 
-    def __init__(self, engine: Engine, latest: Callable[[], Source], *, stamp: Stamp | None = None) -> None:
+    def __init__(self, engine: Served, latest: Callable[[], Source], *, stamp: Stamp | None = None) -> None:
         self._latest = latest
         self._begin(engine, latest(), stamp)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -14,24 +14,27 @@ from torch import Tensor
 from halfbyte.config import Config, difference
 from halfbyte.envs import Environment, Split, make_env
 from halfbyte.errors import ConfigError, DataError
-from halfbyte.guidance.cache import Shelf
 from halfbyte.guidance.plan import Plan
 from halfbyte.kernels import active
+from halfbyte.kernels.registry import for_device
 from halfbyte.learner.learner import Learner
+from halfbyte.learner.ranks import Ranks
 from halfbyte.models.checkpoint_writer import save_checkpoint
 from halfbyte.models.open_model import open_model
 from halfbyte.models.precision import precision_from
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.objective import delimiter_flags
-from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import make_alignment
 from halfbyte.train.collect import encode_prompt
+from halfbyte.train.device import device_of
+from halfbyte.train.flight import Flight, load_flight
+from halfbyte.train.opening import open_rollouts
+from halfbyte.train.ranks import folder_of, open_weights, ranks_of, sharding
 from halfbyte.train.run_folder import RunFolder, environment
 from halfbyte.train.state import Progress, latest_checkpoint, load_state
 from halfbyte.train.tracker import make_tracker
 from halfbyte.train.trainer import Trainer
-from halfbyte.train.weights import WeightPath
 
 __all__ = ["run"]
 
@@ -44,6 +47,12 @@ FREE = (
     "train.save_trajectories_every",
     "alignment.memory_mb",
     "train.saved_trajectories",
+    "rollout.url",
+    "rollout.python",
+    "rollout.server_arguments",
+    "rollout.store",
+    "rollout.verify_every",
+    "learner.rank_timeout",
 )
 #: finite data sets up to this size are checked before the first step
 CHECKED_PROMPTS = 20_000
@@ -58,9 +67,14 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
     Raises:
         UserError: anything the user can mend; the run folder keeps what it had.
     """
-    folder = RunFolder(Path(config.train.out))
+    with ranks_of(config) as ranks:
+        return _run(config, ranks, resume=resume, overwrite=overwrite)
+
+
+def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
+    folder = folder_of(Path(config.train.out), ranks)
     _refuse_to_mix(folder, config, resume=resume, overwrite=overwrite)
-    kernels = active()
+    kernels, device = active(), device_of(config)
     rollout_precision = precision_from(config.precision)
     learner_precision = (
         rollout_precision if config.learner.precision == "same" else precision_from(config.learner.precision)
@@ -69,10 +83,10 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
     delta_precision = None if counted is None else precision_from(counted)
     checkpoint, tokenizer = open_model(config.model.path)
     arch = checkpoint.architecture
-    options = dict(config.env.options)
+    settings = dict(config.env.options)
     if config.env.reward is not None:
-        options["reward"] = config.env.reward
-    env = make_env(config.env.name, **options)
+        settings["reward"] = config.env.reward
+    env = make_env(config.env.name, **settings)
     room = arch.max_positions - config.rollout.max_tokens
     if room < 1:
         raise ConfigError(
@@ -93,7 +107,8 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         rollout_precision=rollout_precision,
         config=config.learner,
         objective_config=config.objective,
-        kernels=kernels,
+        kernels=for_device(device.type),
+        device=device,
         total_steps=config.train.steps,
         seed=config.train.seed,
         max_response_tokens=config.rollout.max_tokens,
@@ -103,54 +118,66 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
             arch, rollout_precision, tensors, kernels, version=0, n_positions=longest
         ),
         delimiters=_delimiters(tokenizer, arch.vocab_size) if config.objective.segmenter == "delimiter" else None,
+        **sharding(ranks),
     )
-    progress = Progress()
+    progress, flight = Progress(), Flight()
     saved = latest_checkpoint(folder.path / "checkpoints") if resume else None
     if saved is not None:
         progress = load_state(saved, learner)
+        flight = load_flight(saved, progress.in_flight)
         if progress.step > config.train.steps:
             raise ConfigError(
                 f"the run has done {progress.step} steps", where="train.steps", expected=f"at least {progress.step}"
             )
-    engine = Engine(
+    recorded = guidance if progress.guidance is None else Plan.from_json(progress.guidance)
+    tensors = dict(learner.parameters.published()) | learner.parameters.published_scales()
+    rollouts = open_rollouts(
+        config,
+        ranks,
         arch,
         rollout_precision,
-        dict(learner.parameters.published()) | learner.parameters.published_scales(),
-        detokeniser=tokenizer,
-        options=EngineOptions(
-            max_batch_tokens=config.rollout.max_batch_tokens,
-            max_sequences=config.rollout.max_sequences,
-            kv_memory_mb=config.rollout.kv_memory_mb,
-            page_size=config.rollout.page_size,
-            max_length=longest,
-        ),
-        kernels=kernels,
+        kernels,
+        tensors,
         version=progress.version,
-        guidance=guidance if progress.guidance is None else Plan.from_json(progress.guidance),
-        shelf=Shelf(config.alignment.memory_mb, folder.path),
+        environment=env,
+        tokenizer=tokenizer,
+        longest=longest,
+        prompt_limit=prompt_limit,
+        guidance=recorded,
+        folder=folder.path,
     )
     _check_prompts(env, tokenizer, prompt_limit)
-    tracker = make_tracker(config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json())
+    tracker = make_tracker(
+        config.train.tracker if ranks.rank == 0 else None,
+        project="halfbyte",
+        name=folder.path.name,
+        config=config.to_json(),
+    )
     with folder.locked():
-        if overwrite:
+        if overwrite and ranks.rank == 0:
             _clear(folder)
         folder.create()
         folder.rewind(progress.step if saved is not None else -1)
         folder.write_json("config.json", config.to_json())
         folder.write_json("environment.json", environment(config.train.seed))
-        weights = WeightPath(folder.path / "refit", engine, learner, progress.version, delta_precision)
-        trainer = Trainer(
-            config, folder, engine, learner, env, tokenizer, tracker, weights, progress, prompt_limit, guidance
-        )
-        with _graceful_stop(trainer):
-            complete = trainer.run()
+        with closing(rollouts):
+            weights = open_weights(folder.path / "refit", rollouts, learner, tensors, progress.version, delta_precision)
+            del tensors
+            trainer = Trainer(
+                config, folder, rollouts, learner, env, tokenizer, tracker, weights, progress, guidance, flight
+            )
+            with _graceful_stop(trainer):
+                complete = trainer.run()
         tracker.finish()
         if not complete:
             return 130
+        published = dict(learner.parameters.published())
+        if ranks.rank:
+            return 0
         save_checkpoint(
             folder.path / "model",
             arch,
-            dict(learner.parameters.published()),
+            published,
             tokenizer_from=checkpoint.tokenizer_path,
             overwrite=True,
         )
@@ -204,7 +231,7 @@ def _clear(folder: RunFolder) -> None:
     """Remove what a run writes, and nothing else that may lie in the folder."""
     for name in ("checkpoints", "trajectories", "model", "refit"):
         shutil.rmtree(folder.path / name, ignore_errors=True)
-    for name in ("config.json", "environment.json", "metrics.jsonl", "summary.json", "report.html"):
+    for name in ("config.json", "environment.json", "metrics.jsonl", "summary.json", "report.html", "vllm.log"):
         (folder.path / name).unlink(missing_ok=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,20 +14,25 @@ from halfbyte.errors import NumericsError, RefitError, UserError
 from halfbyte.guidance.choice import choose
 from halfbyte.guidance.plan import Plan
 from halfbyte.learner.learner import Learner
+from halfbyte.learner.ranks import any_of, shared
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.models.trajectory import SamplingParams, Trajectory
-from halfbyte.rollout.engine import Engine
+from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import is_automatic
-from halfbyte.train.collect import collect
-from halfbyte.train.evaluate import evaluate
+from halfbyte.train.collect import prompt_keys
+from halfbyte.train.evaluate import scores
+from halfbyte.train.feed import Feed, GroupFeed, Source, StepFeed
+from halfbyte.train.flight import Flight
 from halfbyte.train.parity import explain, require_parity
 from halfbyte.train.progress import RunProgress
 from halfbyte.train.prompts import prompt_index
+from halfbyte.train.rollouts import Job, Rollouts
 from halfbyte.train.run_folder import RunFolder
 from halfbyte.train.saved import add_decisions, saved_rows
 from halfbyte.train.state import Progress, save_state
+from halfbyte.train.step_metrics import ages, mean, rollout_metrics
 from halfbyte.train.tracker import Tracker
-from halfbyte.train.weights import WeightPath
+from halfbyte.train.weights import WayOfWeights
 
 __all__ = ["Trainer"]
 
@@ -35,9 +41,11 @@ class Trainer:
     """Runs steps until the end, a request to stop, or an error.
 
     Arguments:
-        weights: the way from the learner to the engine, open at ``progress.version``.
+        rollouts: where episodes are played.
+        weights: the way from the learner to the rollouts, open at ``progress.version``.
         progress: where to go on; ``Progress()`` for a new run.
-        guidance: what the engine records at first; ``alignment.layers = auto`` narrows it after the first update.
+        guidance: what rollouts record at first; ``alignment.layers = auto`` narrows it after the first update.
+        flight: what the checkpoint of ``progress`` holds besides.
 
     Attributes:
         stop: set it (from a signal handler) to end after the current step with a checkpoint.
@@ -47,20 +55,20 @@ class Trainer:
         self,
         config: Config,
         folder: RunFolder,
-        engine: Engine,
+        rollouts: Rollouts,
         learner: Learner,
         environment: Environment,
         tokenizer: Tokenizer,
         tracker: Tracker,
-        weights: WeightPath,
+        weights: WayOfWeights,
         progress: Progress,
-        prompt_limit: int,
         guidance: Plan,
+        flight: Flight | None = None,
     ) -> None:
         self.weights = weights
-        self.config, self.folder, self.engine, self.learner = config, folder, engine, learner
+        self.config, self.folder, self.rollouts, self.learner = config, folder, rollouts, learner
         self.environment, self.tokenizer, self.tracker, self.progress = environment, tokenizer, tracker, progress
-        self.prompt_limit, self.guidance = prompt_limit, guidance
+        self.guidance = guidance
         if progress.guidance is not None:
             self._settle()
         self.stop = False
@@ -76,6 +84,16 @@ class Trainer:
             stop=tuple(rollout.stop),
             seed=config.train.seed,
         )
+        source = Source(
+            prompts=lambda step: self._prompts("train", step * rollout.prompts_per_step, rollout.prompts_per_step),
+            sampling=self.sampling,
+            samples=rollout.samples_per_prompt,
+            per_step=rollout.prompts_per_step,
+            steps=config.train.steps,
+            staleness=rollout.staleness,
+            bound=not rollout.in_flight,
+        )
+        self.feed: Feed = (GroupFeed if rollout.partial else StepFeed)(rollouts, source, progress.step, flight)
 
     def run(self) -> bool:
         """Train; returns False if stopped before the last step. A checkpoint is written at the end either way.
@@ -87,18 +105,22 @@ class Trainer:
         try:
             return self._run()
         except UserError as error:
-            if self.progress.step and not isinstance(error, NumericsError | RefitError):  # these strike in mid-step
-                self._save()
+            agreed = error.common or self.learner.ranks.size == 1
+            strikes_in_mid_step = isinstance(error, NumericsError | RefitError)
+            if self.progress.step and agreed and not strikes_in_mid_step:
+                self._save_what_is_whole()
             raise
 
     def _run(self) -> bool:
         config, progress = self.config, self.progress
-        with RunProgress(config.train.steps, progress.step) as display:
+        ranks = self.learner.ranks
+        with RunProgress(config.train.steps, progress.step, quiet=ranks.rank > 0) as display:
+            self._warn_of_staleness(display)
             if progress.step == 0:
                 row = self._evaluate()
                 progress.accuracy_before = row["eval/accuracy"]
                 display.say(f"held-out accuracy before: {row['eval/accuracy']:.3f}")
-            while progress.step < config.train.steps and not self.stop:
+            while progress.step < config.train.steps and not any_of(ranks, self.stop):
                 row = self._step(display)
                 progress.step += 1
                 self._record(progress.step, "train", row)
@@ -131,44 +153,33 @@ class Trainer:
             "wall_seconds": self.progress.wall_seconds,
             "rollout_seconds": self.progress.rollout_seconds,
             "learner_seconds": self.progress.learner_seconds,
-            "k3_kl": _mean([r["gap/k3_kl"] for r in trained]) if trained else None,
-            "mean_abs_gap": _mean([r["gap/mean_abs"] for r in trained]) if trained else None,
+            "k3_kl": mean([r["gap/k3_kl"] for r in trained]) if trained else None,
+            "mean_abs_gap": mean([r["gap/mean_abs"] for r in trained]) if trained else None,
             "seed": self.config.train.seed,
-            "precision": self.engine.precision.name,
+            "precision": self.learner.rollout_precision.name,
             "learner_precision": self.learner.parameters.precision.name,
-            "kernels": self.engine.kernels.name,
+            "kernels": self.learner.kernels.name,
             "weight_version": self.progress.version,
         }
 
-    def _prompts(self, split: str, first: int, count: int) -> list[Prompt]:
+    def _prompts(self, split: str, first: int, count: int) -> tuple[Prompt, ...]:
         size = self.environment.size(split)  # type: ignore[arg-type]
         if split == "eval":
             total = count if size is None else min(count, size)
-            return [self.environment.prompt("eval", i) for i in range(total)]
+            return tuple(self.environment.prompt("eval", i) for i in range(total))
         seed = self.config.train.seed
-        return [self.environment.prompt("train", prompt_index(first + i, size, seed)) for i in range(count)]
+        return tuple(self.environment.prompt("train", prompt_index(first + i, size, seed)) for i in range(count))
 
     def _step(self, display: RunProgress) -> dict[str, float]:
         config, progress = self.config, self.progress
         start = time.perf_counter()
-        count = config.rollout.prompts_per_step
-        prompts = self._prompts("train", progress.step * count, count)
-        generated = self.engine.tokens_generated
-        trajectories = collect(
-            self.engine,
-            self.environment,
-            self.tokenizer,
-            prompts,
-            self.sampling,
-            samples=config.rollout.samples_per_prompt,
-            key=("train", progress.step),
-            max_prompt_tokens=self.prompt_limit,
-        )
+        trajectories = self.feed.next(progress.step)
         rolled = time.perf_counter()
         rows = self._rows_to_save(trajectories)
         scored = time.perf_counter()
         if config.learner.require_parity:
             self._require_parity(trajectories)
+        flight = self._flight_metrics(trajectories, rolled - start)
         result = self.learner.step(trajectories, progress.step, progress.version)
         for note in result.warnings:
             if note not in self._said:
@@ -187,16 +198,45 @@ class Trainer:
         published = time.perf_counter()
         progress.rollout_seconds += rolled - start
         progress.learner_seconds += learned - scored
-        row = result.metrics | _rollout_metrics(trajectories) | refit
+        row = result.metrics | rollout_metrics(trajectories) | flight | refit
+        tokens, seconds = float(sum(int(t.mask.sum()) for t in trajectories)), time.perf_counter() - start
         row |= {
             "version": float(progress.version),
-            "tokens/rollout": float(self.engine.tokens_generated - generated),
+            "tokens/rollout": tokens,
             "time/rollout": rolled - start,
             "time/learner": learned - scored,
             "time/publish": published - learned,
-            "time/step": time.perf_counter() - start,
+            "time/step": seconds,
+            "time/tokens_per_second": tokens / seconds,
         }
         return row
+
+    def _flight_metrics(self, trajectories: Sequence[Trajectory], waited: float) -> dict[str, float]:
+        """How old the tokens of a step are, and what is under way; nothing for a synchronous run."""
+        rollout = self.config.rollout
+        if not (rollout.staleness or rollout.overlap):
+            return {}
+        found = ages(trajectories, self.progress.version)
+        idle = (
+            {"time/idle_learner": waited, "time/idle_rollout": self.rollouts.idle_seconds()} if rollout.overlap else {}
+        )
+        return found | self.feed.counts() | idle
+
+    def _warn_of_staleness(self, display: RunProgress) -> None:
+        """Settings that are meant for tokens of the present weights, in a run that has older ones."""
+        rollout, objective = self.config.rollout, self.config.objective
+        if not rollout.staleness:
+            return
+        if objective.correction == "none" and objective.proximal == "learner":
+            display.say(
+                f"warning: rollout.staleness = {rollout.staleness}, and nothing corrects old tokens; "
+                f'objective.correction = "token_tis" does, or objective.proximal = "rollout"'
+            )
+        lag = self.config.alignment.max_version_lag
+        if self.learner.alignment is not None and lag < rollout.staleness:
+            display.say(
+                f"note: guidance of weights more than {lag} updates old is not used (alignment.max_version_lag)"
+            )
 
     def _require_parity(self, trajectories: Sequence[Trajectory]) -> None:
         """Before the update, so that nothing is lost."""
@@ -205,7 +245,23 @@ class Trainer:
             learner.score(trajectories),
             trajectories,
             self.progress.version,
-            lambda t: explain(self.engine.weights, learner.packed_weights(), learner.parameters, t),
+            lambda t: explain(self._served(), learner.packed_weights(), learner.parameters, t),
+        )
+
+    def _served(self) -> RolloutWeights:
+        """What rollouts run on: theirs, or packed here as they would, where they are out of reach."""
+        here, learner = self.rollouts.weights, self.learner
+        if here is not None:
+            return here
+        parameters = learner.parameters
+        tensors = dict(parameters.published()) | parameters.published_scales()
+        return RolloutWeights.pack(
+            learner.arch,
+            learner.rollout_precision,
+            tensors,
+            learner.kernels,
+            version=self.progress.version,
+            n_positions=learner.arch.max_positions,
         )
 
     def _choose_guidance(self, display: RunProgress) -> None:
@@ -214,9 +270,9 @@ class Trainer:
         if not (is_automatic(config) and self.guidance and self.progress.guidance is None and found):
             return
         assert config.bytes_per_token is not None
-        arch, precision = self.engine.arch, self.engine.precision
+        arch, precision = self.learner.arch, self.learner.rollout_precision
         plan = choose(self.guidance, found, arch, precision, config.bytes_per_token)
-        self.engine.guide(plan)
+        self.rollouts.guide(plan)
         self.progress.guidance = plan.to_json()
         self._settle()
         size = plan.formula_bytes(arch, precision)
@@ -247,19 +303,14 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         done = [r for r in self.folder.rows() if r["kind"] == "eval" and r["step"] == self.progress.step]
+        done = shared(self.learner.ranks, done)
         if done:  # a run killed after this evaluation has its row already
             return dict(done[-1])
         config = self.config.eval
         sampling = SamplingParams(**{**asdict(self.sampling), "temperature": config.temperature})
-        row = evaluate(
-            self.engine,
-            self.environment,
-            self.tokenizer,
-            self._prompts("eval", 0, config.prompts),
-            sampling,
-            samples=config.samples,
-            max_prompt_tokens=self.prompt_limit,
-        )
+        prompts = self._prompts("eval", 0, config.prompts)
+        keys = prompt_keys(("eval",), prompts)
+        row = scores(self.rollouts.play(Job(-1, prompts, keys, sampling, config.samples, recorded=False)), len(prompts))
         self._record(self.progress.step, "eval", row)
         return row
 
@@ -271,25 +322,15 @@ class Trainer:
         now = time.monotonic()
         self.progress.wall_seconds += now - self._since
         self._since = now
-        save_state(self.folder.path / "checkpoints", self.learner, self.progress, self.config.train.keep_checkpoints)
+        flight = self.feed.flight()
+        keep = self.config.train.keep_checkpoints
+        save_state(self.folder.path / "checkpoints", self.learner, self.progress, keep, flight)
 
-
-def _rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    mean = _mean(rewards)
-    lengths = [len(t.response_ids) for t in trajectories]
-    spread = {"reward/mean": mean, "reward/std": _mean([(r - mean) ** 2 for r in rewards]) ** 0.5} if rewards else {}
-    return spread | {
-        "reward/failed": float(len(trajectories) - len(rewards)),
-        "accuracy/train": _mean([float(bool(t.info.get("correct"))) for t in trajectories]),
-        "length/mean": _mean([float(n) for n in lengths]),
-        "length/max": float(max(lengths)),
-        "finish/length": _mean([float(t.finish_reason == "length") for t in trajectories]),
-    }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    def _save_what_is_whole(self) -> None:
+        """After an error; the checkpoint before stays the newest where the rollouts cannot hand over what is in flight."""
+        with suppress(UserError):
+            self.feed.flight()
+            self._save()
 
 
 def _note(row: dict[str, float]) -> str:

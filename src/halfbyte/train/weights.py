@@ -1,4 +1,4 @@
-"""The way of the weights: every update of a run goes through the refit store in its folder and from there to the engine.
+"""The way of the weights: every update of a run goes through the refit store in its folder and from there to the rollouts.
 
 So a run can be followed while it goes (``halfbyte refit follow --store RUN/refit``), and what is sampled from is what was
 published, to the bit. The store is not synced file by file: a kill leaves it whole, and after a power failure it is made
@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
-import time
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -21,19 +21,17 @@ from halfbyte.learner.learner import Learner
 from halfbyte.models.precision import Precision
 from halfbyte.refit.disk import Disk
 from halfbyte.refit.head import read_head
-from halfbyte.refit.local import take
 from halfbyte.refit.patch import Update
-from halfbyte.refit.publisher import Publisher, PublishOptions
+from halfbyte.refit.publisher import Published, Publisher, PublishOptions
 from halfbyte.refit.retention import Retention, collect
 from halfbyte.refit.state import StateHash
 from halfbyte.refit.store.filesystem import FilesystemStore
 from halfbyte.rollout.code_changes import code_changes
-from halfbyte.rollout.engine import Engine
 from halfbyte.rollout.packer import Source
-from halfbyte.rollout.refit_target import SharedEngineTarget
 from halfbyte.rollout.weights import RolloutWeights
+from halfbyte.train.rollouts import Rollouts, WeightSource
 
-__all__ = ["WeightPath"]
+__all__ = ["OPTIONS", "WayOfWeights", "WeightPath"]
 
 #: Versions between two collections of what no reader needs any more.
 COLLECT_EVERY = 64
@@ -49,48 +47,65 @@ class _Unsynced(Disk):
         """Left to the system."""
 
 
+class WayOfWeights(Protocol):
+    """From the learner to the rollouts."""
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Make the learner's weights the next version, in the store and in the rollouts; metrics of the step.
+
+        Raises:
+            RefitError, NumericsError: the rollouts serve the version they served.
+        """
+        ...
+
+
 class WeightPath:
     """Opens the store of a run: a new one, or that of a run that goes on from ``version``.
 
     Arguments:
         folder: ``RUN/refit``.
-        engine: serves the learner's published weights under ``version``.
+        rollouts: generate with the learner's published weights.
         learner: whose weights are published.
         version: the weight version they have.
-        delta_precision: in which code changes are counted where the engine holds no FP4 weights.
+        delta_precision: in which code changes are counted where the rollouts hold no FP4 weights.
+        options: how versions are written.
     """
 
     def __init__(
-        self, folder: Path, engine: Engine, learner: Learner, version: int, delta_precision: Precision | None = None
+        self,
+        folder: Path,
+        rollouts: Rollouts,
+        learner: Learner,
+        version: int,
+        delta_precision: Precision | None = None,
+        options: PublishOptions = OPTIONS,
     ) -> None:
-        self.folder, self.engine, self.learner = folder, engine, learner
+        self.folder, self.rollouts, self.learner, self.options = folder, rollouts, learner, options
         self.store = FilesystemStore(folder, disk=_Unsynced())
         tensors = self._tensors()
         self.publisher = self._resumed(tensors, version) or self._begun(tensors, version)
-        self.target = SharedEngineTarget(engine, self._latest, stamp=self.publisher.head.stamp)
-        in_fp4 = code_changes(engine.weights, engine.weights).codes > 0
-        self.shadow = None if in_fp4 or delta_precision is None else self._packed(delta_precision, tensors)
+        stamp = self.publisher.head.stamp
+        assert stamp is not None
+        rollouts.connect(WeightSource(folder, stamp, self._latest))
+        counted = rollouts.in_fp4 or delta_precision is None
+        self.shadow = None if counted or delta_precision is None else self._packed(delta_precision, tensors)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Make the learner's weights the next version, in the store and in the engine.
+        """Make the learner's weights the next version, in the store and in the rollouts.
 
         Returns:
             Metrics of the step, see docs/run-folder.md.
         Raises:
-            RefitError, NumericsError: the engine serves the version it served.
+            RefitError, NumericsError: the rollouts serve the version they served.
         """
-        before, shadow, tensors = self.engine.weights, self.shadow, self._tensors()
-        done = self.publisher.publish(tensors, version=version)
+        shadow, done = self.shadow, self._next(version)
         assert done.update is not None
-        started = time.perf_counter()
-        pause = take(self.target, done.update)
-        taken = time.perf_counter()
+        deployed = self.rollouts.deploy(done.update)
         if version % COLLECT_EVERY == 0:
             collect(self.store, Retention(versions=COLLECT_EVERY))
-        if shadow is None:
-            codes = code_changes(before, self.engine.weights)
-        else:
-            self.shadow = self._packed(shadow.precision, tensors)
+        codes = deployed.codes
+        if shadow is not None:
+            self.shadow = self._packed(shadow.precision, self._tensors())
             codes = code_changes(shadow, self.shadow)
         fp4 = {}
         if codes.codes:
@@ -106,14 +121,18 @@ class WeightPath:
             **fp4,
             "time/encode": done.encode_seconds,
             "time/store": done.store_seconds + done.upkeep_seconds,
-            "time/stage": taken - started - pause,
-            "time/pause": pause,
+            "time/stage": deployed.stage_seconds,
+            "time/pause": deployed.pause_seconds,
         }
+
+    def _next(self, version: int) -> Published:
+        """Put the learner's weights into the store."""
+        return self.publisher.publish(self._tensors(), version=version)
 
     def _packed(self, precision: Precision, tensors: dict[str, Tensor]) -> RolloutWeights:
         """The weights as a rollout in ``precision`` would hold them; nothing runs on them."""
-        engine = self.engine
-        return RolloutWeights.pack(engine.arch, precision, tensors, engine.kernels, version=0, n_positions=1)
+        learner = self.learner
+        return RolloutWeights.pack(learner.arch, precision, tensors, learner.kernels, version=0, n_positions=1)
 
     def _latest(self) -> Source:
         parameters = self.learner.parameters
@@ -129,10 +148,10 @@ class WeightPath:
             found = read_head(self.store)
             if found is None:
                 return None
-            publisher = Publisher(self.store, found[0].run, options=OPTIONS)
+            publisher = Publisher(self.store, found[0].run, options=self.options)
             if publisher.head.version != version:
                 publisher.rewind(version)
-            same = StateHash.of(tensors, OPTIONS.block).digest() == publisher.head.state
+            same = StateHash.of(tensors, publisher.options.block).digest() == publisher.head.state
             return publisher if same else None
         except RefitError:
             return None
@@ -140,7 +159,7 @@ class WeightPath:
     def _begun(self, tensors: dict[str, Tensor], version: int) -> Publisher:
         shutil.rmtree(self.folder, ignore_errors=True)
         name = re.sub(r"[^A-Za-z0-9._-]", "-", self.folder.resolve().parent.name).strip("-._")[:60] or "run"
-        publisher = Publisher(self.store, f"{name}-{secrets.token_hex(4)}", options=OPTIONS)
+        publisher = Publisher(self.store, f"{name}-{secrets.token_hex(4)}", options=self.options)
         publisher.publish(tensors, version=version)
         return publisher
 

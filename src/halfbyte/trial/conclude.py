@@ -19,6 +19,7 @@ from halfbyte.trial.outcome import Decision
 from halfbyte.trial.records import ARMS, Arm, ArmUsage, Record
 from halfbyte.trial.report import Material
 from halfbyte.trial.report import write as write_report
+from halfbyte.trial.review import read_notes
 from halfbyte.trial.usage import arm_peaks, arm_usage
 
 __all__ = ["Outcome", "conclude", "read_pilot", "recompute"]
@@ -101,6 +102,7 @@ def conclude(folder: TrialFolder) -> Outcome:
         usage=outcome.usage,
         integrity=outcome.integrity,
         environment=outcome.environment,
+        notes=read_notes(folder),
     )
     write_report(folder.path, material)
     return outcome

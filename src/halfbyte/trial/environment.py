@@ -38,6 +38,9 @@ def environment(machine: Machine) -> dict[str, Any]:
         "processor features": [name for name in _FEATURES if name in machine.cpu_features],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory free at the start, bytes": machine.memory_bytes,
+        "load average at the start": [round(load, 1) for load in os.getloadavg()]
+        if hasattr(os, "getloadavg")
+        else None,
         "gpu compute capability": machine.gpu,
     }
 

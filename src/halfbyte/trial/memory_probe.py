@@ -12,6 +12,7 @@ from halfbyte.errors import MissingExtraError
 __all__ = ["MemoryProbe", "available_memory", "nvml", "process_tree", "resident_bytes"]
 
 _SECONDS = 0.1
+PROPORTIONAL = Path("/proc/self/smaps_rollup").exists()
 
 
 def process_tree(pid: int) -> list[int]:
@@ -35,10 +36,14 @@ def process_tree(pid: int) -> list[int]:
 def resident_bytes(pids: list[int]) -> int:
     """Proportional set size of processes, bytes: pages that several share count once over all of them.
 
-    A process that has ended, or that we may not look into, counts 0.
+    Where the system does not tell it (it is Linux's), the resident set size. A process that has ended, or that we may not look
+    into, counts 0.
     """
     total = 0
     for pid in pids:
+        if not PROPORTIONAL:
+            total += _resident_set(pid)
+            continue
         try:
             text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
         except OSError:
@@ -47,6 +52,16 @@ def resident_bytes(pids: list[int]) -> int:
             if line.startswith("Pss:"):
                 total += int(line.split()[1]) * 1024
     return total
+
+
+def _resident_set(pid: int) -> int:
+    import psutil
+
+    try:
+        size: int = psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0
+    return size
 
 
 def available_memory() -> int | None:
@@ -98,8 +113,8 @@ class MemoryProbe:
 
     @property
     def source(self) -> str:
-        """``NVML``, ``PSS`` or ``remote``."""
-        return "remote" if self.peak_bytes is None else "NVML" if self._on_gpu else "PSS"
+        """``NVML``, ``PSS``, ``RSS`` or ``remote``."""
+        return "remote" if self.peak_bytes is None else "NVML" if self._on_gpu else "PSS" if PROPORTIONAL else "RSS"
 
     def __enter__(self) -> MemoryProbe:
         if self._pid is not None:

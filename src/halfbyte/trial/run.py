@@ -100,21 +100,20 @@ class _Worker:
             await server.stop()
 
     async def segment(self, segment: Segment, write: Callable[[Record], None]) -> SegmentRecord:
-        """Serve a segment and write its records as they come."""
+        """Serve a segment and write its records."""
         server = self._servers[segment.arm if self.phase == "run" else "baseline"]
         start_seconds, cache = await self._ready(server)
         before = await server.figures()
         bodies = [self._body(slot, server) for slot in segment.slots]
+        replies: dict[int, Reply] = {}
         started, clock = time.time(), time.perf_counter()
-
-        def took(index: int, reply: Reply) -> None:
-            write(self._record(segment.slots[index], bodies[index], reply))
-
         with MemoryProbe(server.pid) as probe:
             path, concurrency = path_of(self._settings), self._settings.run.concurrency
-            await self._client.ask_all(server.endpoint, path, bodies, concurrency, took)
+            await self._client.ask_all(server.endpoint, path, bodies, concurrency, replies.__setitem__)
             seconds = time.perf_counter() - clock
         after = await server.figures()
+        for index, slot in enumerate(segment.slots):  # scored now, so that no scorer holds up a response
+            write(self._record(slot, bodies[index], replies[index]))
         engine = after.weights_bytes is not None
         return SegmentRecord(
             arm=segment.arm,

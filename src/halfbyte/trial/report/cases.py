@@ -28,6 +28,7 @@ class Case:
         scores: what each arm passed, in words.
         remarks: critical, noise, failures.
         same: how many characters both texts begin with alike.
+        notes: of reviewers, with their names.
     """
 
     task: str
@@ -38,6 +39,7 @@ class Case:
     texts: tuple[str, str]
     ends: tuple[str, str]
     same: int
+    notes: tuple[str, ...]
 
 
 def case(material: Material, outcome: Outcome) -> Case:
@@ -62,6 +64,7 @@ def case(material: Material, outcome: Outcome) -> Case:
         texts=(said(pair.baseline), said(pair.candidate)),
         ends=(_end(pair.baseline), _end(pair.candidate)),
         same=_common(pair),
+        notes=tuple(f"{note.by}: {note.text}" for note in material.notes if note.task == outcome.task),
     )
 
 

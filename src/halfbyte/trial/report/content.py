@@ -10,6 +10,7 @@ from halfbyte.html.table import Table
 from halfbyte.trial.cost import CostComparison, compare_costs
 from halfbyte.trial.records import ARMS, Arm
 from halfbyte.trial.report.arms import latencies, pass_rate
+from halfbyte.trial.report.limits import limit_rows
 from halfbyte.trial.report.material import Material
 from halfbyte.trial.report.pairs import flips
 from halfbyte.trial.report.words import NONE, memory, money, per_cent, points, ratio, seconds, share
@@ -52,10 +53,14 @@ class Verdict:
 
 
 def verdict(material: Material) -> Verdict:
-    """The decision in words."""
+    """The decision in words: limits that are broken, then those that are open, then what else it says."""
     decision = material.decision
     title, sentence = _TITLES[decision.verdict]
-    return Verdict(decision.verdict, title, sentence, decision.reasons)
+    rows = sorted(limit_rows(decision), key=lambda row: row.state != "broken")
+    reasons = [f"{row.state}: {row.name}: {row.words}" for row in rows if row.state in ("broken", "open")]
+    names = tuple(check.name for check in decision.checks)
+    reasons += [reason for reason in decision.reasons if not names or not reason.startswith(names)]
+    return Verdict(decision.verdict, title, sentence, tuple(reasons))
 
 
 def arm_name(target: Target, arm: Arm) -> str:
@@ -177,5 +182,6 @@ def noise_lines(material: Material) -> str:
     if not noise.pairs:
         return text + "No A/A pilot was run, so nobody knows how much of that is noise."
     reseeded = any(pair.baseline.seed != pair.candidate.seed for pair in material.pilot_pairs)
-    text += f"A/A pilot, the baseline against itself{' with other seeds' if reseeded else ''}: {share(noise.flipped, noise.pairs)} of pairs flip, "
+    text += f"A/A pilot, the baseline against itself{' with other seeds' if reseeded else ''}: "
+    text += f"{share(noise.flipped, noise.pairs)} of pairs flip, "
     return text + f"{share(noise.texts, noise.pairs)} differ in text."

@@ -92,6 +92,8 @@ def _case(shown: Case) -> Iterator[str]:
     yield f"### {inline(shown.task)}\n"
     if shown.remarks:
         yield f"{inline('; '.join(shown.remarks))}\n"
+    if shown.notes:
+        yield _bullets([f"note of {note}" for note in shown.notes])
     yield f"Prompt:\n\n{fenced(shown.prompt)}"
     yield f"Expected:\n\n{fenced(shown.expected)}"
     for arm, score, end, text in zip(ARMS, shown.scores, shown.ends, shown.texts):

@@ -12,6 +12,7 @@ from halfbyte.trial.outcome import Decision
 from halfbyte.trial.pairs import Pair
 from halfbyte.trial.records import Arm, ArmUsage, Record
 from halfbyte.trial.report.pairs import Flips, Outcome, flips, outcomes, pair_up
+from halfbyte.trial.review import Note
 from halfbyte.trial.settings import Settings
 from halfbyte.trial.tasks import Task
 
@@ -29,6 +30,7 @@ class Material:
         usage: of each arm; may lack an arm that never ran.
         integrity: in the order to be shown.
         environment: versions, machine in words; JSON types.
+        notes: of whoever reviewed the regressions.
     """
 
     decision: Decision
@@ -39,6 +41,7 @@ class Material:
     usage: Mapping[Arm, ArmUsage]
     integrity: Sequence[Finding]
     environment: Mapping[str, Any]
+    notes: Sequence[Note] = ()
 
     @cached_property
     def _paired(self) -> tuple[tuple[Pair, ...], int]:
