@@ -144,7 +144,7 @@ class Rollouts(Protocol):
         """Stop playing and let go of everything; also after an error, and twice."""
 
 
-def deploy_to(target: SharedEngineTarget, update: Update) -> Deployed:
+def deploy_to(target: EngineTarget, update: Update) -> Deployed:
     """Deploy to an engine of this process. Errors as in :meth:`Rollouts.deploy`."""
     before, started = target.engine.weights, time.perf_counter()
     pause = take_update(target, update)
