@@ -139,14 +139,15 @@ def test_an_engine_that_refuses_an_update_keeps_its_version_and_the_run_its_chec
 
     def failing(self: WeightPath, version: int) -> dict[str, float]:
         if version == 3:
-            seen.append((self.engine.version, self.engine.weights))
-            stage = self.target.stage
-            self.target.stage = lambda update: (_ for _ in ()).throw(NumericsError("no", where="here"))  # type: ignore
+            target = self.rollouts.target  # type: ignore[attr-defined]
+            seen.append((self.rollouts.version, self.rollouts.weights))
+            stage = target.stage
+            target.stage = lambda update: (_ for _ in ()).throw(NumericsError("no", where="here"))
             try:
                 return publish(self, version)
             finally:
-                self.target.stage = stage  # type: ignore[method-assign]
-                seen.append((self.engine.version, self.engine.weights))
+                target.stage = stage
+                seen.append((self.rollouts.version, self.rollouts.weights))
         return publish(self, version)
 
     monkeypatch.setattr(WeightPath, "publish", failing)

@@ -66,6 +66,13 @@ class RolloutConfig(Section):
         kv_memory_mb: KV pages, MiB.
         page_size: tokens a page, a multiple of 16.
         max_sequences: samples in flight.
+        backend: where episodes are played: in this process, or by workers on Ray.
+        workers: of a backend that has any.
+        resources: what each worker reserves, by name (``CPU``, ``GPU``, names of your own).
+        staleness: k: tokens may come from weights up to k updates older than those they train; 0 is synchronous.
+        overlap: generate beside the learner. Without it the k batches ahead are generated between the steps.
+        in_flight: new weights reach samples in flight at their next token; otherwise the weights that begin a batch finish it.
+        partial: a step takes the groups that are complete first, longer ones go on; no token gets older than ``staleness``.
     """
 
     prompts_per_step: Many = 64
@@ -80,6 +87,21 @@ class RolloutConfig(Section):
     kv_memory_mb: Positive = 256.0
     page_size: Annotated[int, Field(ge=16, multiple_of=16)] = 16
     max_sequences: Count = 1024
+    backend: Literal["local", "ray"] = "local"
+    workers: Count = 1
+    resources: dict[Text, NotNegative] = Field(default_factory=dict)
+    staleness: Natural = 0
+    overlap: bool = False
+    in_flight: bool = False
+    partial: bool = False
+
+    @model_validator(mode="after")
+    def _can_overlap(self) -> RolloutConfig:
+        if self.in_flight and not self.overlap:
+            raise ValueError("in_flight needs overlap = true: without it no sample is in flight while weights change")
+        if self.partial and not self.in_flight:
+            raise ValueError("partial needs in_flight = true: samples that are carried over meet new weights")
+        return self
 
 
 class LearnerConfig(Section):

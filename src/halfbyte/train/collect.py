@@ -19,7 +19,7 @@ from halfbyte.models.trajectory import SamplingParams, Trajectory
 from halfbyte.rollout.engine import Engine
 from halfbyte.rollout.request import Request, request_key
 
-__all__ = ["collect", "encode_prompt"]
+__all__ = ["collect", "encode_prompt", "play", "prompt_keys"]
 
 
 @dataclass(eq=False)
@@ -54,6 +54,20 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, max_tokens: int | None =
     return tuple(ids)
 
 
+def prompt_keys(key: Sequence[object], prompts: Sequence[Prompt]) -> tuple[int, ...]:
+    """What the randomness of each prompt is keyed by beside the seed, the sample and the position.
+
+    Arguments:
+        key: tells one playing of a prompt from another (``("train", step)``, say).
+    """
+    seen: Counter[str] = Counter()  # a small data set may repeat a prompt in a step; the repeats are other samples
+    keys = []
+    for prompt in prompts:
+        keys.append(request_key(*key, prompt.id, seen[prompt.id]))
+        seen[prompt.id] += 1
+    return tuple(keys)
+
+
 def collect(
     engine: Engine,
     environment: Environment,
@@ -71,14 +85,37 @@ def collect(
     Arguments:
         key: what the randomness is keyed by beside the seed, the prompt's id, the sample and the position (the step, say).
     """
-    seen: Counter[str] = Counter()  # a small data set may repeat a prompt in a step; the repeats are other samples
-    requests = []
-    for group, prompt in enumerate(prompts):
-        ids = encode_prompt(tokenizer, prompt, max_prompt_tokens)
-        requests.append(
-            Request(ids, sampling, n=samples, key=request_key(*key, prompt.id, seen[prompt.id]), group=group)
-        )
-        seen[prompt.id] += 1
+    keys = prompt_keys(key, prompts)
+    return play(
+        engine,
+        environment,
+        tokenizer,
+        prompts,
+        sampling,
+        samples=samples,
+        keys=keys,
+        max_prompt_tokens=max_prompt_tokens,
+        on_scored=on_scored,
+    )
+
+
+def play(
+    engine: Engine,
+    environment: Environment,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    samples: int,
+    keys: Sequence[int],
+    max_prompt_tokens: int | None = None,
+    on_scored: Callable[[Trajectory], None] | None = None,
+) -> list[Trajectory]:
+    """:func:`collect` with a key of the generator for each prompt, see :func:`prompt_keys`."""
+    requests = [
+        Request(encode_prompt(tokenizer, prompt, max_prompt_tokens), sampling, n=samples, key=key, group=group)
+        for group, (prompt, key) in enumerate(zip(prompts, keys, strict=True))
+    ]
     trajectories = engine.generate(requests)
     live = [_Live(prompts[t.group], environment.start(prompts[t.group]), t, requests[t.group]) for t in trajectories]
     finished = list(trajectories)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from halfbyte.envs import Environment, Prompt
 from halfbyte.models.tokenizer import Tokenizer
-from halfbyte.models.trajectory import SamplingParams
+from halfbyte.models.trajectory import SamplingParams, Trajectory
 from halfbyte.rollout.engine import Engine
 from halfbyte.train.collect import collect
 from halfbyte.train.interval import accuracy_interval
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "scores"]
 
 
 def evaluate(
@@ -24,10 +24,7 @@ def evaluate(
     samples: int,
     max_prompt_tokens: int | None = None,
 ) -> dict[str, float]:
-    """``eval/accuracy``, ``_low``, ``_high`` (95%), ``eval/reward``, ``eval/length``, ``eval/failed`` and ``eval/n``.
-
-    A sample whose scoring failed counts as wrong.
-    """
+    """Play ``samples`` responses to every prompt, without recording guidance, and return their :func:`scores`."""
     with engine.unrecorded():
         trajectories = collect(
             engine,
@@ -39,7 +36,15 @@ def evaluate(
             key=("eval",),
             max_prompt_tokens=max_prompt_tokens,
         )
-    correct: list[list[bool]] = [[] for _ in prompts]
+    return scores(trajectories, len(prompts))
+
+
+def scores(trajectories: Sequence[Trajectory], prompts: int) -> dict[str, float]:
+    """``eval/accuracy``, ``_low``, ``_high`` (95%), ``eval/reward``, ``eval/length``, ``eval/failed`` and ``eval/n``.
+
+    A sample whose scoring failed counts as wrong.
+    """
+    correct: list[list[bool]] = [[] for _ in range(prompts)]
     for t in trajectories:
         correct[t.group].append(t.reward is not None and bool(t.info.get("correct")))
     accuracy, low, high = accuracy_interval(correct)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -27,6 +27,7 @@ from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import make_alignment
 from halfbyte.train.collect import encode_prompt
+from halfbyte.train.rollouts import LocalRollouts, Rollouts
 from halfbyte.train.run_folder import RunFolder, environment
 from halfbyte.train.state import Progress, latest_checkpoint, load_state
 from halfbyte.train.tracker import make_tracker
@@ -69,10 +70,10 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
     delta_precision = None if counted is None else precision_from(counted)
     checkpoint, tokenizer = open_model(config.model.path)
     arch = checkpoint.architecture
-    options = dict(config.env.options)
+    settings = dict(config.env.options)
     if config.env.reward is not None:
-        options["reward"] = config.env.reward
-    env = make_env(config.env.name, **options)
+        settings["reward"] = config.env.reward
+    env = make_env(config.env.name, **settings)
     room = arch.max_positions - config.rollout.max_tokens
     if room < 1:
         raise ConfigError(
@@ -112,23 +113,19 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
             raise ConfigError(
                 f"the run has done {progress.step} steps", where="train.steps", expected=f"at least {progress.step}"
             )
+    recorded = guidance if progress.guidance is None else Plan.from_json(progress.guidance)
     engine = Engine(
         arch,
         rollout_precision,
         dict(learner.parameters.published()) | learner.parameters.published_scales(),
         detokeniser=tokenizer,
-        options=EngineOptions(
-            max_batch_tokens=config.rollout.max_batch_tokens,
-            max_sequences=config.rollout.max_sequences,
-            kv_memory_mb=config.rollout.kv_memory_mb,
-            page_size=config.rollout.page_size,
-            max_length=longest,
-        ),
+        options=engine_options(config, longest),
         kernels=kernels,
         version=progress.version,
-        guidance=guidance if progress.guidance is None else Plan.from_json(progress.guidance),
+        guidance=recorded,
         shelf=Shelf(config.alignment.memory_mb, folder.path),
     )
+    rollouts: Rollouts = LocalRollouts(engine, env, tokenizer, prompt_limit)
     _check_prompts(env, tokenizer, prompt_limit)
     tracker = make_tracker(config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json())
     with folder.locked():
@@ -138,12 +135,11 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         folder.rewind(progress.step if saved is not None else -1)
         folder.write_json("config.json", config.to_json())
         folder.write_json("environment.json", environment(config.train.seed))
-        weights = WeightPath(folder.path / "refit", engine, learner, progress.version, delta_precision)
-        trainer = Trainer(
-            config, folder, engine, learner, env, tokenizer, tracker, weights, progress, prompt_limit, guidance
-        )
-        with _graceful_stop(trainer):
-            complete = trainer.run()
+        with closing(rollouts):
+            weights = WeightPath(folder.path / "refit", rollouts, learner, progress.version, delta_precision)
+            trainer = Trainer(config, folder, rollouts, learner, env, tokenizer, tracker, weights, progress, guidance)
+            with _graceful_stop(trainer):
+                complete = trainer.run()
         tracker.finish()
         if not complete:
             return 130
@@ -156,6 +152,18 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         )
         folder.write_json("summary.json", trainer.summary())
     return 0
+
+
+def engine_options(config: Config, longest: int) -> EngineOptions:
+    """The engine's budgets as the ``rollout`` section says, for sequences of up to ``longest`` tokens."""
+    rollout = config.rollout
+    return EngineOptions(
+        max_batch_tokens=rollout.max_batch_tokens,
+        max_sequences=rollout.max_sequences,
+        kv_memory_mb=rollout.kv_memory_mb,
+        page_size=rollout.page_size,
+        max_length=longest,
+    )
 
 
 def _refuse_to_mix(folder: RunFolder, config: Config, *, resume: bool, overwrite: bool) -> None:

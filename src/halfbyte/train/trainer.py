@@ -15,13 +15,14 @@ from halfbyte.guidance.plan import Plan
 from halfbyte.learner.learner import Learner
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.models.trajectory import SamplingParams, Trajectory
-from halfbyte.rollout.engine import Engine
+from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import is_automatic
-from halfbyte.train.collect import collect
-from halfbyte.train.evaluate import evaluate
+from halfbyte.train.collect import prompt_keys
+from halfbyte.train.evaluate import scores
 from halfbyte.train.parity import explain, require_parity
 from halfbyte.train.progress import RunProgress
 from halfbyte.train.prompts import prompt_index
+from halfbyte.train.rollouts import Job, Rollouts
 from halfbyte.train.run_folder import RunFolder
 from halfbyte.train.saved import add_decisions, saved_rows
 from halfbyte.train.state import Progress, save_state
@@ -35,9 +36,10 @@ class Trainer:
     """Runs steps until the end, a request to stop, or an error.
 
     Arguments:
-        weights: the way from the learner to the engine, open at ``progress.version``.
+        rollouts: where episodes are played.
+        weights: the way from the learner to the rollouts, open at ``progress.version``.
         progress: where to go on; ``Progress()`` for a new run.
-        guidance: what the engine records at first; ``alignment.layers = auto`` narrows it after the first update.
+        guidance: what rollouts record at first; ``alignment.layers = auto`` narrows it after the first update.
 
     Attributes:
         stop: set it (from a signal handler) to end after the current step with a checkpoint.
@@ -47,20 +49,19 @@ class Trainer:
         self,
         config: Config,
         folder: RunFolder,
-        engine: Engine,
+        rollouts: Rollouts,
         learner: Learner,
         environment: Environment,
         tokenizer: Tokenizer,
         tracker: Tracker,
         weights: WeightPath,
         progress: Progress,
-        prompt_limit: int,
         guidance: Plan,
     ) -> None:
         self.weights = weights
-        self.config, self.folder, self.engine, self.learner = config, folder, engine, learner
+        self.config, self.folder, self.rollouts, self.learner = config, folder, rollouts, learner
         self.environment, self.tokenizer, self.tracker, self.progress = environment, tokenizer, tracker, progress
-        self.prompt_limit, self.guidance = prompt_limit, guidance
+        self.guidance = guidance
         if progress.guidance is not None:
             self._settle()
         self.stop = False
@@ -134,36 +135,29 @@ class Trainer:
             "k3_kl": _mean([r["gap/k3_kl"] for r in trained]) if trained else None,
             "mean_abs_gap": _mean([r["gap/mean_abs"] for r in trained]) if trained else None,
             "seed": self.config.train.seed,
-            "precision": self.engine.precision.name,
+            "precision": self.learner.rollout_precision.name,
             "learner_precision": self.learner.parameters.precision.name,
-            "kernels": self.engine.kernels.name,
+            "kernels": self.learner.kernels.name,
             "weight_version": self.progress.version,
         }
 
-    def _prompts(self, split: str, first: int, count: int) -> list[Prompt]:
+    def _prompts(self, split: str, first: int, count: int) -> tuple[Prompt, ...]:
         size = self.environment.size(split)  # type: ignore[arg-type]
         if split == "eval":
             total = count if size is None else min(count, size)
-            return [self.environment.prompt("eval", i) for i in range(total)]
+            return tuple(self.environment.prompt("eval", i) for i in range(total))
         seed = self.config.train.seed
-        return [self.environment.prompt("train", prompt_index(first + i, size, seed)) for i in range(count)]
+        return tuple(self.environment.prompt("train", prompt_index(first + i, size, seed)) for i in range(count))
 
     def _step(self, display: RunProgress) -> dict[str, float]:
         config, progress = self.config, self.progress
         start = time.perf_counter()
         count = config.rollout.prompts_per_step
         prompts = self._prompts("train", progress.step * count, count)
-        generated = self.engine.tokens_generated
-        trajectories = collect(
-            self.engine,
-            self.environment,
-            self.tokenizer,
-            prompts,
-            self.sampling,
-            samples=config.rollout.samples_per_prompt,
-            key=("train", progress.step),
-            max_prompt_tokens=self.prompt_limit,
-        )
+        keys = prompt_keys(("train", progress.step), prompts)
+        samples = config.rollout.samples_per_prompt
+        self.rollouts.submit(Job(progress.step, prompts, keys, self.sampling, samples, version=progress.version))
+        trajectories = self.rollouts.take(progress.step)
         rolled = time.perf_counter()
         rows = self._rows_to_save(trajectories)
         scored = time.perf_counter()
@@ -190,7 +184,7 @@ class Trainer:
         row = result.metrics | _rollout_metrics(trajectories) | refit
         row |= {
             "version": float(progress.version),
-            "tokens/rollout": float(self.engine.tokens_generated - generated),
+            "tokens/rollout": float(sum(int(t.mask.sum()) for t in trajectories)),
             "time/rollout": rolled - start,
             "time/learner": learned - scored,
             "time/publish": published - learned,
@@ -205,7 +199,23 @@ class Trainer:
             learner.score(trajectories),
             trajectories,
             self.progress.version,
-            lambda t: explain(self.engine.weights, learner.packed_weights(), learner.parameters, t),
+            lambda t: explain(self._served(), learner.packed_weights(), learner.parameters, t),
+        )
+
+    def _served(self) -> RolloutWeights:
+        """What rollouts run on: theirs, or packed here as they would, where they are out of reach."""
+        here, learner = self.rollouts.weights, self.learner
+        if here is not None:
+            return here
+        parameters = learner.parameters
+        tensors = dict(parameters.published()) | parameters.published_scales()
+        return RolloutWeights.pack(
+            learner.arch,
+            learner.rollout_precision,
+            tensors,
+            learner.kernels,
+            version=self.progress.version,
+            n_positions=learner.arch.max_positions,
         )
 
     def _choose_guidance(self, display: RunProgress) -> None:
@@ -214,9 +224,9 @@ class Trainer:
         if not (is_automatic(config) and self.guidance and self.progress.guidance is None and found):
             return
         assert config.bytes_per_token is not None
-        arch, precision = self.engine.arch, self.engine.precision
+        arch, precision = self.learner.arch, self.learner.rollout_precision
         plan = choose(self.guidance, found, arch, precision, config.bytes_per_token)
-        self.engine.guide(plan)
+        self.rollouts.guide(plan)
         self.progress.guidance = plan.to_json()
         self._settle()
         size = plan.formula_bytes(arch, precision)
@@ -251,15 +261,9 @@ class Trainer:
             return dict(done[-1])
         config = self.config.eval
         sampling = SamplingParams(**{**asdict(self.sampling), "temperature": config.temperature})
-        row = evaluate(
-            self.engine,
-            self.environment,
-            self.tokenizer,
-            self._prompts("eval", 0, config.prompts),
-            sampling,
-            samples=config.samples,
-            max_prompt_tokens=self.prompt_limit,
-        )
+        prompts = self._prompts("eval", 0, config.prompts)
+        keys = prompt_keys(("eval",), prompts)
+        row = scores(self.rollouts.play(Job(-1, prompts, keys, sampling, config.samples, recorded=False)), len(prompts))
         self._record(self.progress.step, "eval", row)
         return row
 

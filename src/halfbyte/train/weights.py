@@ -1,4 +1,4 @@
-"""The way of the weights: every update of a run goes through the refit store in its folder and from there to the engine.
+"""The way of the weights: every update of a run goes through the refit store in its folder and from there to the rollouts.
 
 So a run can be followed while it goes (``halfbyte refit follow --store RUN/refit``), and what is sampled from is what was
 published, to the bit. The store is not synced file by file: a kill leaves it whole, and after a power failure it is made
@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +20,15 @@ from halfbyte.learner.learner import Learner
 from halfbyte.models.precision import Precision
 from halfbyte.refit.disk import Disk
 from halfbyte.refit.head import read_head
-from halfbyte.refit.local import take
 from halfbyte.refit.patch import Update
 from halfbyte.refit.publisher import Publisher, PublishOptions
 from halfbyte.refit.retention import Retention, collect
 from halfbyte.refit.state import StateHash
 from halfbyte.refit.store.filesystem import FilesystemStore
 from halfbyte.rollout.code_changes import code_changes
-from halfbyte.rollout.engine import Engine
 from halfbyte.rollout.packer import Source
-from halfbyte.rollout.refit_target import SharedEngineTarget
 from halfbyte.rollout.weights import RolloutWeights
+from halfbyte.train.rollouts import Rollouts, WeightSource
 
 __all__ = ["WeightPath"]
 
@@ -54,42 +51,41 @@ class WeightPath:
 
     Arguments:
         folder: ``RUN/refit``.
-        engine: serves the learner's published weights under ``version``.
+        rollouts: generate with the learner's published weights.
         learner: whose weights are published.
         version: the weight version they have.
-        delta_precision: in which code changes are counted where the engine holds no FP4 weights.
+        delta_precision: in which code changes are counted where the rollouts hold no FP4 weights.
     """
 
     def __init__(
-        self, folder: Path, engine: Engine, learner: Learner, version: int, delta_precision: Precision | None = None
+        self, folder: Path, rollouts: Rollouts, learner: Learner, version: int, delta_precision: Precision | None = None
     ) -> None:
-        self.folder, self.engine, self.learner = folder, engine, learner
+        self.folder, self.rollouts, self.learner = folder, rollouts, learner
         self.store = FilesystemStore(folder, disk=_Unsynced())
         tensors = self._tensors()
         self.publisher = self._resumed(tensors, version) or self._begun(tensors, version)
-        self.target = SharedEngineTarget(engine, self._latest, stamp=self.publisher.head.stamp)
-        in_fp4 = code_changes(engine.weights, engine.weights).codes > 0
-        self.shadow = None if in_fp4 or delta_precision is None else self._packed(delta_precision, tensors)
+        stamp = self.publisher.head.stamp
+        assert stamp is not None
+        rollouts.connect(WeightSource(folder, stamp, self._latest))
+        counted = rollouts.in_fp4 or delta_precision is None
+        self.shadow = None if counted or delta_precision is None else self._packed(delta_precision, tensors)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Make the learner's weights the next version, in the store and in the engine.
+        """Make the learner's weights the next version, in the store and in the rollouts.
 
         Returns:
             Metrics of the step, see docs/run-folder.md.
         Raises:
-            RefitError, NumericsError: the engine serves the version it served.
+            RefitError, NumericsError: the rollouts serve the version they served.
         """
-        before, shadow, tensors = self.engine.weights, self.shadow, self._tensors()
+        shadow, tensors = self.shadow, self._tensors()
         done = self.publisher.publish(tensors, version=version)
         assert done.update is not None
-        started = time.perf_counter()
-        pause = take(self.target, done.update)
-        taken = time.perf_counter()
+        deployed = self.rollouts.deploy(done.update)
         if version % COLLECT_EVERY == 0:
             collect(self.store, Retention(versions=COLLECT_EVERY))
-        if shadow is None:
-            codes = code_changes(before, self.engine.weights)
-        else:
+        codes = deployed.codes
+        if shadow is not None:
             self.shadow = self._packed(shadow.precision, tensors)
             codes = code_changes(shadow, self.shadow)
         fp4 = {}
@@ -106,14 +102,14 @@ class WeightPath:
             **fp4,
             "time/encode": done.encode_seconds,
             "time/store": done.store_seconds + done.upkeep_seconds,
-            "time/stage": taken - started - pause,
-            "time/pause": pause,
+            "time/stage": deployed.stage_seconds,
+            "time/pause": deployed.pause_seconds,
         }
 
     def _packed(self, precision: Precision, tensors: dict[str, Tensor]) -> RolloutWeights:
         """The weights as a rollout in ``precision`` would hold them; nothing runs on them."""
-        engine = self.engine
-        return RolloutWeights.pack(engine.arch, precision, tensors, engine.kernels, version=0, n_positions=1)
+        learner = self.learner
+        return RolloutWeights.pack(learner.arch, precision, tensors, learner.kernels, version=0, n_positions=1)
 
     def _latest(self) -> Source:
         parameters = self.learner.parameters
