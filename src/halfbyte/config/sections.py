@@ -69,6 +69,8 @@ class RolloutConfig(Section):
         backend: where episodes are played: in this process, or by workers on Ray.
         workers: of a backend that has any.
         resources: what each worker reserves, by name (``CPU``, ``GPU``, names of your own).
+        store: how workers read new weights: from the run ``folder``, on a file system that all share, or by ``http`` from the run
+            itself; ``auto`` is ``folder`` where all workers are on this machine.
         staleness: k: tokens may come from weights up to k updates older than those they train; 0 is synchronous.
         overlap: generate beside the learner. Without it the k batches ahead are generated between the steps.
         in_flight: new weights reach samples in flight at their next token; otherwise the weights that begin a batch finish it.
@@ -90,6 +92,7 @@ class RolloutConfig(Section):
     backend: Literal["local", "ray"] = "local"
     workers: Count = 1
     resources: dict[Text, NotNegative] = Field(default_factory=dict)
+    store: Literal["auto", "folder", "http"] = "auto"
     staleness: Natural = 0
     overlap: bool = False
     in_flight: bool = False

@@ -10,23 +10,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from halfbyte.errors import RefitError
+from halfbyte.kernels import Kernels
+from halfbyte.models.architecture import Architecture
 from halfbyte.models.layout import ParameterLayout
+from halfbyte.models.precision import Precision
 from halfbyte.refit.arrays import Bytes, TensorInfo, flat_bytes, infos_of, writable_bytes
 from halfbyte.refit.errors import LayoutError, WrongBaseError
 from halfbyte.refit.patch import Change, Stamp, Update, write_block
-from halfbyte.rollout.engine import Engine
 from halfbyte.rollout.packer import Source
 from halfbyte.rollout.weights import RolloutWeights, published
 
-__all__ = ["EngineTarget", "SharedEngineTarget", "Staged", "checked_info", "ready"]
+__all__ = ["EngineTarget", "Serving", "SharedEngineTarget", "Staged", "checked_info", "ready"]
 
 _SCALE = ".global_scale"
+
+
+class Serving(Protocol):
+    """What holds packed weights: an engine, or a copy of what engines elsewhere hold."""
+
+    arch: Architecture
+    precision: Precision
+    kernels: Kernels
+    weights: RolloutWeights
+
+    def swap(self, weights: RolloutWeights) -> None:
+        """Serve these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +69,10 @@ class EngineTarget:
 
     survives = False
 
-    def __init__(self, engine: Engine, tensors: Mapping[str, Tensor], *, stamp: Stamp | None = None) -> None:
+    def __init__(self, engine: Serving, tensors: Mapping[str, Tensor], *, stamp: Stamp | None = None) -> None:
         self._begin(engine, published(engine.arch, engine.precision, tensors), stamp)
 
-    def _begin(self, engine: Engine, source: Source, stamp: Stamp | None) -> None:
+    def _begin(self, engine: Serving, source: Source, stamp: Stamp | None) -> None:
         self.engine, self.source = engine, source
         self.layout = ParameterLayout(engine.arch)
         self.rows_quantised = 0
@@ -164,7 +179,7 @@ class SharedEngineTarget(EngineTarget):
         stamp: what they are.
     """
 
-    def __init__(self, engine: Engine, latest: Callable[[], Source], *, stamp: Stamp | None = None) -> None:
+    def __init__(self, engine: Serving, latest: Callable[[], Source], *, stamp: Stamp | None = None) -> None:
         self._latest = latest
         self._begin(engine, latest(), stamp)
 

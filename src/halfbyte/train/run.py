@@ -23,9 +23,10 @@ from halfbyte.models.open_model import open_model
 from halfbyte.models.precision import precision_from
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.objective import delimiter_flags
-from halfbyte.rollout.engine import Engine, EngineOptions
+from halfbyte.rollout.engine import Engine
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import make_alignment
+from halfbyte.train.budgets import engine_options
 from halfbyte.train.collect import encode_prompt
 from halfbyte.train.rollouts import LocalRollouts, Rollouts
 from halfbyte.train.run_folder import RunFolder, environment
@@ -45,16 +46,23 @@ FREE = (
     "train.save_trajectories_every",
     "alignment.memory_mb",
     "train.saved_trajectories",
+    "rollout.backend",
+    "rollout.workers",
+    "rollout.resources",
+    "rollout.store",
 )
 #: finite data sets up to this size are checked before the first step
 CHECKED_PROMPTS = 20_000
 
 
-def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int:
+def run(config: Config, *, resume: bool = False, overwrite: bool = False, ray_address: str | None = None) -> int:
     """Train as ``config`` says. Returns 0 when all steps are done, 130 when stopped (a checkpoint is written).
 
     Everything is opened and checked before the run folder is touched: a run that cannot start leaves it as it was, and an
     existing run is replaced (``overwrite``) only by one that starts.
+
+    Arguments:
+        ray_address: the cluster of ``rollout.backend = "ray"``; None takes ``RAY_ADDRESS``, or starts Ray on this machine.
 
     Raises:
         UserError: anything the user can mend; the run folder keeps what it had.
@@ -114,56 +122,65 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
                 f"the run has done {progress.step} steps", where="train.steps", expected=f"at least {progress.step}"
             )
     recorded = guidance if progress.guidance is None else Plan.from_json(progress.guidance)
-    engine = Engine(
-        arch,
-        rollout_precision,
-        dict(learner.parameters.published()) | learner.parameters.published_scales(),
-        detokeniser=tokenizer,
-        options=engine_options(config, longest),
-        kernels=kernels,
-        version=progress.version,
-        guidance=recorded,
-        shelf=Shelf(config.alignment.memory_mb, folder.path),
-    )
-    rollouts: Rollouts = LocalRollouts(engine, env, tokenizer, prompt_limit)
-    _check_prompts(env, tokenizer, prompt_limit)
-    tracker = make_tracker(config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json())
-    with folder.locked():
-        if overwrite:
-            _clear(folder)
-        folder.create()
-        folder.rewind(progress.step if saved is not None else -1)
-        folder.write_json("config.json", config.to_json())
-        folder.write_json("environment.json", environment(config.train.seed))
-        with closing(rollouts):
+    published = dict(learner.parameters.published()) | learner.parameters.published_scales()
+    rollouts: Rollouts
+    if config.rollout.backend == "ray":
+        from halfbyte.train.ray.opening import open_ray_rollouts
+
+        assert checkpoint.tokenizer_path is not None
+        rollouts = open_ray_rollouts(
+            config,
+            arch,
+            rollout_precision,
+            kernels,
+            published,
+            version=progress.version,
+            tokenizer=checkpoint.tokenizer_path,
+            longest=longest,
+            prompt_limit=prompt_limit,
+            guidance=recorded,
+            folder=folder.path,
+            address=ray_address,
+        )
+    else:
+        engine = Engine(
+            arch,
+            rollout_precision,
+            published,
+            detokeniser=tokenizer,
+            options=engine_options(config, longest),
+            kernels=kernels,
+            version=progress.version,
+            guidance=recorded,
+            shelf=Shelf(config.alignment.memory_mb, folder.path),
+        )
+        rollouts = LocalRollouts(engine, env, tokenizer, prompt_limit)
+    with closing(rollouts):
+        _check_prompts(env, tokenizer, prompt_limit)
+        tracker = make_tracker(config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json())
+        with folder.locked():
+            if overwrite:
+                _clear(folder)
+            folder.create()
+            folder.rewind(progress.step if saved is not None else -1)
+            folder.write_json("config.json", config.to_json())
+            folder.write_json("environment.json", environment(config.train.seed))
             weights = WeightPath(folder.path / "refit", rollouts, learner, progress.version, delta_precision)
             trainer = Trainer(config, folder, rollouts, learner, env, tokenizer, tracker, weights, progress, guidance)
             with _graceful_stop(trainer):
                 complete = trainer.run()
-        tracker.finish()
-        if not complete:
-            return 130
-        save_checkpoint(
-            folder.path / "model",
-            arch,
-            dict(learner.parameters.published()),
-            tokenizer_from=checkpoint.tokenizer_path,
-            overwrite=True,
-        )
-        folder.write_json("summary.json", trainer.summary())
+            tracker.finish()
+            if not complete:
+                return 130
+            save_checkpoint(
+                folder.path / "model",
+                arch,
+                dict(learner.parameters.published()),
+                tokenizer_from=checkpoint.tokenizer_path,
+                overwrite=True,
+            )
+            folder.write_json("summary.json", trainer.summary())
     return 0
-
-
-def engine_options(config: Config, longest: int) -> EngineOptions:
-    """The engine's budgets as the ``rollout`` section says, for sequences of up to ``longest`` tokens."""
-    rollout = config.rollout
-    return EngineOptions(
-        max_batch_tokens=rollout.max_batch_tokens,
-        max_sequences=rollout.max_sequences,
-        kv_memory_mb=rollout.kv_memory_mb,
-        page_size=rollout.page_size,
-        max_length=longest,
-    )
 
 
 def _refuse_to_mix(folder: RunFolder, config: Config, *, resume: bool, overwrite: bool) -> None:
@@ -212,7 +229,7 @@ def _clear(folder: RunFolder) -> None:
     """Remove what a run writes, and nothing else that may lie in the folder."""
     for name in ("checkpoints", "trajectories", "model", "refit"):
         shutil.rmtree(folder.path / name, ignore_errors=True)
-    for name in ("config.json", "environment.json", "metrics.jsonl", "summary.json", "report.html"):
+    for name in ("config.json", "environment.json", "metrics.jsonl", "summary.json", "report.html", "workers.jsonl"):
         (folder.path / name).unlink(missing_ok=True)
 
 

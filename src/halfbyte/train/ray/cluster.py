@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from halfbyte.errors import ClusterError, MissingExtraError, UserError
+from halfbyte.errors import ClusterError, DataError, MissingExtraError, UserError
 
 __all__ = ["Cluster"]
 
@@ -33,7 +33,7 @@ class Cluster:
     """A connection to Ray; leaves it as it was found.
 
     Arguments:
-        address: of a head (``host:port``, or ``auto`` on a node of the cluster); None starts Ray here, with an end at :meth:`close`.
+        address: of a head (``host:port``, or ``auto`` on a node of the cluster); None starts Ray here, until :meth:`close`.
         memory_mb: shared memory for trajectories in transit where Ray is started here, MiB; Ray puts what is more into files.
         resources: names of resources that workers ask for, so that a cluster of our own has them.
         patience: seconds that the head may be out of reach.
@@ -119,7 +119,26 @@ class Cluster:
     def actor(self, kind: type, options: Mapping[str, Any], *arguments: Any) -> Any:
         """A new actor of class ``kind``; it is not restarted by Ray, and dies with this process."""
         plain = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
-        return self.ray.remote(kind).options(**plain, **options).remote(*arguments)
+        made = dict(options)
+        groups = made.pop("concurrency_groups", None)  # Ray takes these with the class
+        remote = self.ray.remote(concurrency_groups=groups)(kind) if groups else self.ray.remote(kind)
+        return remote.options(**plain, **made).remote(*arguments)
+
+    def call(self, method: Any, group: str, *arguments: Any) -> Any:
+        """Call an actor's method in one of its concurrency groups; the result is due.
+
+        Raises:
+            DataError: an argument that cannot be sent.
+        """
+        try:
+            return method.options(concurrency_group=group).remote(*arguments)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"a prompt cannot be sent to a worker: {_first_line(error)}",
+                where="env.name",
+                expected="answers and metadata of plain values",
+                fix="keep open files, locks and local functions out of Prompt",
+            ) from error
 
     def wait(self, refs: Sequence[Any], seconds: float) -> list[Any]:
         """Those results that are there, or the first to come within ``seconds``."""
@@ -152,7 +171,9 @@ class Cluster:
     def offers(self) -> str:
         """What the cluster has, in words."""
         with suppress(Exception):
-            found = {k: v for k, v in self.ray.cluster_resources().items() if not k.startswith(("node:", "object_store"))}
+            found = {
+                k: v for k, v in self.ray.cluster_resources().items() if not k.startswith(("node:", "object_store"))
+            }
             return ", ".join(f"{name} {amount:g}" for name, amount in sorted(found.items()))
         return "unknown"
 

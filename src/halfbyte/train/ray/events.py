@@ -1,4 +1,4 @@
-"""What happened to the workers of a run, as lines of ``RUN/workers.jsonl``; and how many there should be, in ``RUN/workers.want``."""
+"""What happened to a run's workers, as lines of ``RUN/workers.jsonl``; and how many there should be, in ``RUN/workers.want``."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Ledger:
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self._taken: dict[tuple[int, int], Trajectory | None] = {}
         for piece in pieces:
-            for key in piece.keys():
+            for key in piece.samples():
                 assert key not in self._taken, f"sample {key} is in two pieces"
                 self._taken[key] = None
         self.duplicates = 0
@@ -50,7 +50,7 @@ class Ledger:
 
     def missing(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Those pieces that some sample is missing of."""
-        return [p for p in pieces if any(self._taken[key] is None for key in p.keys())]
+        return [p for p in pieces if any(self._taken[key] is None for key in p.samples())]
 
     def trajectories(self) -> list[Trajectory]:
         """All of them, by group and then sample."""

@@ -41,15 +41,13 @@ class Bundle:
     """Pieces of a job for one worker.
 
     Arguments:
-        pieces: what is to be played; ``group`` indexes ``prompts`` and ``keys``.
-        groups: of each of these prompts, its place in the job.
+        pieces: what is to be played. prompts, keys: of each piece.
         sampling, recorded: the job's.
         version: the weights to play by, at least.
         guidance: what is recorded, a ``Plan`` as JSON.
     """
 
     pieces: tuple[Piece, ...]
-    groups: tuple[int, ...]
     prompts: tuple[Prompt, ...]
     keys: tuple[int, ...]
     sampling: SamplingParams

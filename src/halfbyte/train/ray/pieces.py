@@ -23,7 +23,7 @@ class Piece:
     count: int
     tokens: int
 
-    def keys(self) -> list[tuple[int, int]]:
+    def samples(self) -> list[tuple[int, int]]:
         """(group, sample) of each of its samples."""
         return [(self.group, i) for i in range(self.first, self.first + self.count)]
 

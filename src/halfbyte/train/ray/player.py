@@ -20,7 +20,8 @@ from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.models.trajectory import Trajectory
 from halfbyte.refit.store import open_store
 from halfbyte.rollout.engine import Engine
-from halfbyte.train.engine_options import engine_options
+from halfbyte.train.budgets import engine_options
+from halfbyte.train.collect import play
 from halfbyte.train.ray.follower import Follower
 from halfbyte.train.ray.messages import Bundle, Played, WorkerSpec
 
@@ -69,7 +70,7 @@ class Player:
             kernels=active(),
             version=version,
         )
-        engine.before_step = self._before_step  # type: ignore[method-assign]
+        engine.before_step = self._before_step
         return engine
 
     @property
@@ -89,8 +90,12 @@ class Player:
         if bundle.guidance != self._plan:
             self.engine.guide(Plan.from_json(bundle.guidance))
             self._plan = bundle.guidance
-        with nullcontext() if bundle.recorded else self.engine.unrecorded():
-            trajectories = self._collect(bundle)
+        try:
+            with nullcontext() if bundle.recorded else self.engine.unrecorded():
+                trajectories = self._collect(bundle)
+        except BaseException:
+            self.engine.abort()  # the next bundle needs an idle engine
+            raise
         cost = self.follower.cost
         return Played(
             trajectories,
@@ -100,6 +105,21 @@ class Player:
             cost.seconds,
             cost.refits,
         )
+
+    def _collect(self, bundle: Bundle) -> list[Trajectory]:
+        played = play(
+            self.engine,
+            self.environment,
+            self.tokenizer,
+            bundle.prompts,
+            bundle.sampling,
+            samples=[(piece.first, piece.count) for piece in bundle.pieces],
+            keys=bundle.keys,
+            max_prompt_tokens=self.spec.prompt_limit,
+        )
+        for t in played:
+            t.group = bundle.pieces[t.group].group
+        return played
 
 
 def _tokenizer(files: dict[str, bytes]) -> Tokenizer:

@@ -11,7 +11,7 @@ from halfbyte.errors import ClusterError
 from halfbyte.train.ray.balance import Load
 from halfbyte.train.ray.cluster import Cluster, WorkerDied
 from halfbyte.train.ray.events import Events
-from halfbyte.train.ray.messages import Hello, WorkerSpec
+from halfbyte.train.ray.messages import Hello, Played, WorkerSpec
 from halfbyte.train.ray.worker import RolloutWorker
 
 __all__ = ["Pool", "Worker", "actor_options"]
@@ -21,10 +21,21 @@ PATIENCE = 5
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a worker that dies again and again is started again
 
 
-def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Ray's options for ``rollout.resources``: ``CPU`` (1 by default), ``GPU``, ``memory`` (bytes), and resources of one's own."""
+def actor_options(resources: Mapping[str, float], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Ray's options for ``rollout.resources``: ``CPU`` (1 by default), ``GPU``, ``memory`` (bytes), and resources of one's own.
+
+    A worker has a thread for each of its CPUs, waiting as the run's threads do (``environ``: the run's environment).
+    """
     own = dict(resources)
-    options: dict[str, Any] = {"num_cpus": own.pop("CPU", 1.0)}
+    cpus = own.pop("CPU", 1.0)
+    threads = str(max(1, int(cpus)))
+    variables = {"OMP_NUM_THREADS": threads, "HALFBYTE_THREADS": threads}
+    variables |= {name: environ[name] for name in ("OMP_WAIT_POLICY", "HALFBYTE_KERNELS") if name in environ}
+    options: dict[str, Any] = {
+        "num_cpus": cpus,
+        "runtime_env": {"env_vars": variables},
+        "concurrency_groups": {"play": 1, "weights": 1},
+    }
     if "GPU" in own:
         options["num_gpus"] = own.pop("GPU")
     if "memory" in own:
@@ -52,13 +63,14 @@ class Worker:
     leaving: bool = False
     hello: Hello | None = None
     bundles: set[Any] = field(default_factory=set)  # results that are due
+    last: Played | None = None  # what it brought last
 
 
 class Pool:
     """Keeps ``wanted`` workers.
 
     Arguments:
-        spec: what each is told. options: Ray's. environment: variables of each. capacity: samples that one runs at once.
+        spec: what each is told. options: Ray's, see :func:`actor_options`. capacity: samples that one runs at once.
         events: where it is written down.
         start_patience: seconds until the first worker must be open.
     """
@@ -70,14 +82,13 @@ class Pool:
         wanted: int,
         *,
         options: Mapping[str, Any],
-        environment: Mapping[str, str],
         capacity: int,
         events: Events,
         start_patience: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cluster, self.spec, self.wanted, self.events, self.clock = cluster, spec, wanted, events, clock
-        self.options, self.environment, self.capacity = dict(options), dict(environment), capacity
+        self.options, self.capacity = dict(options), capacity
         self.start_patience = start_patience
         self.workers: list[Worker] = []
         self.closed = False
@@ -147,7 +158,7 @@ class Pool:
         """
         if worker not in self.workers:
             return  # another of its results has told
-        self._remove(worker, "died", reason=str(error), unfinished=len(worker.bundles))
+        self._remove(worker, "died", reason=str(error))
         count = self._deaths[worker.slot] = self._deaths.get(worker.slot, 0) + 1
         if count > PATIENCE:
             raise ClusterError(
@@ -172,7 +183,7 @@ class Pool:
     def _start(self, slot: int) -> None:
         self._started += 1
         name = f"worker-{slot}.{self._started}"
-        actor = self.cluster.actor(RolloutWorker, self.options, name, self.environment)
+        actor = self.cluster.actor(RolloutWorker, self.options, name)
         opening = actor.open.remote(self.spec)
         self.workers.append(Worker(name, slot, actor, opening, Load(self.capacity)))
         self.events.add("start", name)
@@ -180,9 +191,16 @@ class Pool:
     def _remove(self, worker: Worker, event: str, **facts: Any) -> None:
         self.workers.remove(worker)
         self.cluster.kill(worker.actor)
-        self.events.add(event, worker.name, **facts)
+        last = worker.last or Played()
+        cost = {
+            "refits": last.refits,
+            "fetched_bytes": last.fetched_bytes,
+            "refit_seconds": round(last.refit_seconds, 3),
+        }
+        self.events.add(event, worker.name, **cost, **facts)
 
 
 def _words(options: Mapping[str, Any]) -> str:
-    flat = {k: v for k, v in options.items() if k != "resources"} | dict(options.get("resources", {}))
+    names = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
+    flat = {names[k]: v for k, v in options.items() if k in names} | dict(options.get("resources", {}))
     return ", ".join(f"{name} {amount:g}" for name, amount in flat.items())

@@ -1,6 +1,6 @@
 """A rollout worker: an engine that follows the run's weights and plays what it is given. The process behind a Ray actor.
 
-Nothing heavy is imported before the threads are set. ``play`` runs in one thread, bundle after bundle; ``follow`` in another, so
+``play`` runs in one thread, bundle after bundle; ``follow`` in another, so
 that new weights are fetched while the run still works on its side, and reach samples in flight where they may.
 """
 
@@ -9,13 +9,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
 
+from halfbyte import __version__
 from halfbyte.errors import ClusterError
-
-if TYPE_CHECKING:
-    from halfbyte.train.ray.messages import Bundle, Hello, Played, WorkerSpec
-    from halfbyte.train.ray.player import Player
+from halfbyte.train.ray.messages import Bundle, Hello, Played, WorkerSpec
+from halfbyte.train.ray.player import Player
 
 __all__ = ["RolloutWorker"]
 
@@ -25,11 +23,9 @@ class RolloutWorker:
 
     Arguments:
         name: unique in the run.
-        environment: variables to set before anything is loaded.
     """
 
-    def __init__(self, name: str, environment: dict[str, str]) -> None:
-        os.environ.update(environment)
+    def __init__(self, name: str) -> None:
         self.name = name
         self._player: Player | None = None
         self._engine = threading.Lock()  # held by whoever steps the engine or changes its weights
@@ -43,8 +39,6 @@ class RolloutWorker:
         Raises:
             UserError: what keeps it from playing.
         """
-        from halfbyte import __version__
-
         if spec.release != __version__:
             raise ClusterError(
                 f"halfbyte {__version__} on the node of {self.name}",
@@ -52,9 +46,6 @@ class RolloutWorker:
                 expected=f"halfbyte {spec.release}, as the run has",
                 fix="install the same version on all nodes",
             )
-        from halfbyte.train.ray.messages import Hello
-        from halfbyte.train.ray.player import Player
-
         player = self._player = Player(spec, self.name, before_step=self._between_steps)
         return Hello(os.uname().nodename, os.getpid(), player.version, player.engine.kernels.name)
 
@@ -98,6 +89,6 @@ class RolloutWorker:
         if player is not None and player.version < version and self._finished >= after:
             player.follower.reach(version)
 
-    def _ready(self) -> Any:
+    def _ready(self) -> Player:
         assert self._player is not None, "play before open"
         return self._player
