@@ -36,7 +36,7 @@ class Cluster:
         address: of a head (``host:port``, or ``auto`` on a node of the cluster); None starts Ray here, until :meth:`close`.
         memory_mb: shared memory for trajectories in transit where Ray is started here, MiB; Ray puts what is more into files.
         resources: names of resources that workers ask for, so that a cluster of our own has them.
-        patience: seconds that the head may be out of reach.
+        patience: seconds that the head may be out of reach; of a cluster of our own, whose head does not come back, at most 5.
 
     Raises:
         MissingExtraError: ray is not installed.
@@ -71,6 +71,8 @@ class Cluster:
         self.clock, self.patience = clock, patience
         self.ours = not self.ray.is_initialized()
         self.alone = self.ours and address is None
+        if self.alone:
+            self.patience = min(patience, 5.0)
         if self.ours:
             self._connect(address, memory_mb, resources)
         self.head = str(self.ray.get_runtime_context().gcs_address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count, islice
 from typing import Any
 
 from halfbyte.errors import ClusterError
@@ -113,14 +114,15 @@ class Pool:
         Raises:
             ClusterError: for long there has been no worker at all.
         """
-        staying = [w for w in self.workers if not w.leaving]
-        for worker in staying[self.wanted :] if len(staying) > self.wanted else ():
+        staying = sorted((w for w in self.workers if not w.leaving), key=lambda w: w.slot)
+        for worker in staying[self.wanted :]:
             worker.leaving = True
         for worker in [w for w in self.workers if w.leaving and not w.bundles]:
             self._remove(worker, "left")
-        taken = {w.slot for w in self.workers if not w.leaving}
-        for slot in range(self.wanted):
-            if slot not in taken and self.clock() >= self._not_before.get(slot, 0.0):
+        taken = {w.slot for w in staying[: self.wanted]}
+        free = (slot for slot in count() if slot not in taken)
+        for slot in islice(free, self.wanted - len(taken)):
+            if self.clock() >= self._not_before.get(slot, 0.0):
                 self._start(slot)
         if self.open:
             self._empty_since = self.clock()
@@ -159,14 +161,15 @@ class Pool:
         if worker not in self.workers:
             return  # another of its results has told
         self._remove(worker, "died", reason=str(error))
-        count = self._deaths[worker.slot] = self._deaths.get(worker.slot, 0) + 1
-        if count > PATIENCE:
+        self._empty_since = self.clock()
+        times = self._deaths[worker.slot] = self._deaths.get(worker.slot, 0) + 1
+        if times > PATIENCE:
             raise ClusterError(
-                f"a rollout worker died {count} times in a row before it finished anything: {error}",
+                f"a rollout worker died {times} times in a row before it finished anything: {error}",
                 where=worker.name,
                 fix="the worker's log (under Ray's session folder, on its node) says more; out of memory is the usual cause",
             )
-        pause = 0.0 if count == 1 else min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (count - 2))
+        pause = 0.0 if times == 1 else min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (times - 2))
         self._not_before[worker.slot] = self.clock() + pause
 
     def finished(self, worker: Worker) -> None:

@@ -104,9 +104,10 @@ class RayRollouts:
         serve: bool,
         events: Events,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.cluster, self.make_pool, self.served = cluster, make_pool, served
-        self.folder, self.serve, self.events, self.clock = folder, serve, events, clock
+        self.folder, self.serve, self.events, self.clock, self.sleep = folder, serve, events, clock, sleep
         self.pool: Pool | None = None
         self.server: StoreServer | None = None
         self.target: SharedEngineTarget
@@ -244,7 +245,7 @@ class RayRollouts:
             for ref in self.cluster.wait(due, seconds):
                 self._came(ref)
         elif seconds:
-            time.sleep(min(seconds, 0.05))
+            self.sleep(min(seconds, 0.05))
         if self.clock() - self._looked >= TICK:
             self._looked = self.clock()
             self.cluster.check()
@@ -265,8 +266,9 @@ class RayRollouts:
                 self.cluster.value(ref)
             except WorkerDied as error:
                 self._died(worker, error)
-        else:
+        elif any(worker.opening is ref for worker in pool.workers):
             pool.opened(ref)
+        # else it was due from a worker whose other result has told that it is gone: its pieces are with others
 
     def _played(self, ref: Any, sending: Sending) -> None:
         worker, playing = sending.worker, self._playing.get(sending.number)
