@@ -18,7 +18,7 @@ from halfbyte.guidance.rounding import TRACE, RoundingMethod
 from halfbyte.kernels import Kernels
 from halfbyte.models.trajectory import GuidanceRows
 
-__all__ = ["Alignment", "BatchGuidance", "Guide", "gather", "read_layout"]
+__all__ = ["Alignment", "BatchGuidance", "Guide", "gather", "read_layout", "too_old"]
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,11 @@ def read_layout(text: str) -> Layout:
     return Layout.from_text(text)
 
 
+def too_old(record: GuidanceRows, alignment: Alignment, version: int) -> bool:
+    """Whether a learner of ``version`` leaves a record unused for its age."""
+    return version - record.version > alignment.max_version_lag
+
+
 def gather(
     records: Sequence[GuidanceRows | None],
     lengths: Sequence[int],
@@ -175,7 +180,7 @@ def gather(
         DataError: records of different plans in one batch, or rows that do not fit their layout.
         ConfigError: more bits wanted than recorded.
     """
-    used = [r if r is not None and version - r.version <= alignment.max_version_lag else None for r in records]
+    used = [None if r is None or too_old(r, alignment, version) else r for r in records]
     layouts = {r.layout for r in used if r is not None}
     if not layouts:
         return None

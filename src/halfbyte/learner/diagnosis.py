@@ -96,8 +96,16 @@ class Monitor:
         )
 
     def look(self, record: objective.CorrectionInput, weights: Tensor | None) -> dict[str, float]:
-        """Metrics of a step: size of the gap and its sign structure. Changes nothing, see :meth:`learn`."""
+        """Metrics of a step: size of the gap and its sign structure. Changes nothing, see :meth:`learn`.
+
+        Old tokens have staleness in their gap; where there are any, the size is also told apart (``gap/current/``, ``/stale/``).
+        """
         numbers = objective.gap_metrics(record.gap, record.mask, record.sequence_index).to_dict()
+        stale = record.mask & ~record.current
+        if bool(stale.any()):
+            for name, chosen in (("current", record.current), ("stale", stale)):
+                found = objective.gap_metrics(record.gap, chosen, record.sequence_index)
+                numbers |= found.to_dict(f"gap/{name}/")
         return numbers | objective.quadrants(record, weights, triage=self.triage)
 
     def learn(self, record: objective.CorrectionInput) -> None:

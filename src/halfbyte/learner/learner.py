@@ -17,7 +17,7 @@ from torch import Tensor
 from halfbyte import objective
 from halfbyte.config import LearnerConfig, ObjectiveConfig
 from halfbyte.errors import ConfigError, SpecMismatchError
-from halfbyte.guidance.batch import Alignment, read_layout
+from halfbyte.guidance.batch import Alignment, read_layout, too_old
 from halfbyte.guidance.measure import Comparison, Observer
 from halfbyte.guidance.rounding import TRACE
 from halfbyte.guidance.sites import places
@@ -269,6 +269,10 @@ class Learner:
         if observer is not None:
             metrics |= observer.metrics()
             metrics["align/unguided"] = unguided / tokens
+            records = [t.guidance for t in plan.samples if t.guidance is not None]
+            assert self.alignment is not None
+            if old := sum(len(r) for r in records if too_old(r, self.alignment, plan.version)):
+                metrics["align/stale"] = old / tokens
             sizes = [0 if t.guidance is None else t.guidance.bytes_per_token for t in plan.samples]
             metrics["align/bytes_per_token"] = sum(sizes) / len(sizes)
             self.comparisons = observer.found

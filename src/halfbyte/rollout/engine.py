@@ -6,6 +6,7 @@ alone, in any batch, in any arrival order, for any page size, with shared prompt
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -176,8 +177,19 @@ class Engine:
             if arena is not None:
                 self.pool.forget_prefixes()  # what they hold was not recorded
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Set the samples in flight aside: the engine is idle inside. They are recomputed afterwards and go on."""
+        self.scheduler.preempt_all()
+        samples, waiting = self._samples, self.scheduler.waiting
+        self._samples, self.scheduler.waiting = {}, deque()
+        try:
+            yield
+        finally:
+            self._samples, self.scheduler.waiting = samples, waiting
+
+    def add(self, request: Request) -> range:
+        """Queue a request; the order of arrival of each of its samples, which :meth:`step` names them by.
 
         Raises:
             DataError: an empty or too long prompt, or a token id outside the vocabulary.
@@ -187,7 +199,7 @@ class Engine:
         stop_ids = set(request.sampling.stop_ids)
         if not request.sampling.ignore_eos:
             stop_ids |= set(self.arch.eos_ids)
-        leader: Sample | None = None
+        leader, first = None, self._order
         for index in range(request.first_sample, request.first_sample + request.n):
             sample = Sample(request, index, self._order, list(request.prompt_ids), frozenset(stop_ids))
             self._samples[self._order] = sample
@@ -197,6 +209,7 @@ class Engine:
                 leader = sample if self.options.share_prompts else None
             else:
                 leader.forks.append(sample)
+        return range(first, self._order)
 
     def generate(
         self, requests: Iterable[Request], on_finish: Callable[[Trajectory], None] | None = None

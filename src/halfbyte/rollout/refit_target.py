@@ -27,21 +27,29 @@ from halfbyte.refit.patch import Change, Stamp, Update, write_block
 from halfbyte.rollout.packer import Source
 from halfbyte.rollout.weights import RolloutWeights, published
 
-__all__ = ["EngineTarget", "Serving", "SharedEngineTarget", "Staged", "checked_info", "ready"]
+__all__ = ["EngineTarget", "Served", "SharedEngineTarget", "Staged", "checked_info", "ready"]
 
 _SCALE = ".global_scale"
 
 
-class Serving(Protocol):
-    """What holds packed weights: an engine, or a copy of what engines elsewhere hold."""
+class Served(Protocol):
+    """What a target needs of an engine."""
 
-    arch: Architecture
-    precision: Precision
-    kernels: Kernels
-    weights: RolloutWeights
+    @property
+    def arch(self) -> Architecture: ...
+
+    @property
+    def precision(self) -> Precision: ...
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+    @property
+    def weights(self) -> RolloutWeights:
+        """What is served."""
 
     def swap(self, weights: RolloutWeights) -> None:
-        """Serve these."""
+        """Serve others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +77,10 @@ class EngineTarget:
 
     survives = False
 
-    def __init__(self, engine: Serving, tensors: Mapping[str, Tensor], *, stamp: Stamp | None = None) -> None:
+    def __init__(self, engine: Served, tensors: Mapping[str, Tensor], *, stamp: Stamp | None = None) -> None:
         self._begin(engine, published(engine.arch, engine.precision, tensors), stamp)
 
-    def _begin(self, engine: Serving, source: Source, stamp: Stamp | None) -> None:
+    def _begin(self, engine: Served, source: Source, stamp: Stamp | None) -> None:
         self.engine, self.source = engine, source
         self.layout = ParameterLayout(engine.arch)
         self.rows_quantised = 0
@@ -174,12 +182,12 @@ class SharedEngineTarget(EngineTarget):
     """The engine in the trainer's own process: it packs the very tensors that were published, and holds no copy of them.
 
     Arguments:
-        engine: serves what ``latest`` gives now.
+        engine: serves what ``latest`` gives now; or what stands for one.
         latest: the weights last published. Tensors are replaced by the next publication, never written to.
         stamp: what they are.
     """
 
-    def __init__(self, engine: Serving, latest: Callable[[], Source], *, stamp: Stamp | None = None) -> None:
+    def __init__(self, engine: Served, latest: Callable[[], Source], *, stamp: Stamp | None = None) -> None:
         self._latest = latest
         self._begin(engine, latest(), stamp)
 

@@ -28,7 +28,7 @@ from halfbyte.rollout.refit_target import SharedEngineTarget
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.collect import play
 
-__all__ = ["Deployed", "Job", "LocalRollouts", "Rollouts", "WeightSource"]
+__all__ = ["Deployed", "Job", "LocalRollouts", "Rollouts", "WeightSource", "deploy_to"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +144,14 @@ class Rollouts(Protocol):
         """Stop playing and let go of everything; also after an error, and twice."""
 
 
+def deploy_to(target: SharedEngineTarget, update: Update) -> Deployed:
+    """Deploy to an engine of this process. Errors as in :meth:`Rollouts.deploy`."""
+    before, started = target.engine.weights, time.perf_counter()
+    pause = take_update(target, update)
+    seconds = time.perf_counter() - started
+    return Deployed(code_changes(before, target.engine.weights), seconds - pause, pause)
+
+
 class LocalRollouts:
     """Episodes in this process, played when they are submitted.
 
@@ -208,10 +216,7 @@ class LocalRollouts:
 
     def deploy(self, update: Update) -> Deployed:
         """See :class:`Rollouts`."""
-        before, started = self.engine.weights, time.perf_counter()
-        pause = take_update(self.target, update)
-        seconds = time.perf_counter() - started
-        return Deployed(code_changes(before, self.engine.weights), seconds - pause, pause)
+        return deploy_to(self.target, update)
 
     def guide(self, plan: Plan) -> None:
         """See :class:`Rollouts`."""

@@ -26,8 +26,10 @@ from halfbyte.objective import delimiter_flags
 from halfbyte.rollout.engine import Engine
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import make_alignment
+from halfbyte.train.background import BackgroundRollouts
 from halfbyte.train.budgets import engine_options
 from halfbyte.train.collect import encode_prompt
+from halfbyte.train.flight import Flight, load_flight
 from halfbyte.train.rollouts import LocalRollouts, Rollouts
 from halfbyte.train.run_folder import RunFolder, environment
 from halfbyte.train.state import Progress, latest_checkpoint, load_state
@@ -113,10 +115,11 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False, ray_ad
         ),
         delimiters=_delimiters(tokenizer, arch.vocab_size) if config.objective.segmenter == "delimiter" else None,
     )
-    progress = Progress()
+    progress, flight = Progress(), Flight()
     saved = latest_checkpoint(folder.path / "checkpoints") if resume else None
     if saved is not None:
         progress = load_state(saved, learner)
+        flight = load_flight(saved, progress.in_flight)
         if progress.step > config.train.steps:
             raise ConfigError(
                 f"the run has done {progress.step} steps", where="train.steps", expected=f"at least {progress.step}"
@@ -155,6 +158,9 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False, ray_ad
             shelf=Shelf(config.alignment.memory_mb, folder.path),
         )
         rollouts = LocalRollouts(engine, env, tokenizer, prompt_limit)
+        if config.rollout.overlap:
+            width = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+            rollouts = BackgroundRollouts(engine, env, tokenizer, recorded, width=width, prompt_limit=prompt_limit)
     with closing(rollouts):
         _check_prompts(env, tokenizer, prompt_limit)
         tracker = make_tracker(config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json())
@@ -166,7 +172,9 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False, ray_ad
             folder.write_json("config.json", config.to_json())
             folder.write_json("environment.json", environment(config.train.seed))
             weights = WeightPath(folder.path / "refit", rollouts, learner, progress.version, delta_precision)
-            trainer = Trainer(config, folder, rollouts, learner, env, tokenizer, tracker, weights, progress, guidance)
+            trainer = Trainer(
+                config, folder, rollouts, learner, env, tokenizer, tracker, weights, progress, guidance, flight
+            )
             with _graceful_stop(trainer):
                 complete = trainer.run()
             tracker.finish()

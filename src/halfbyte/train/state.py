@@ -17,6 +17,7 @@ from typing import Any
 from halfbyte.errors import CheckpointError
 from halfbyte.learner.learner import Learner
 from halfbyte.models.safetensors_io import SafetensorsFile, write_safetensors
+from halfbyte.train.flight import Flight, save_flight
 from halfbyte.train.run_folder import write_atomic
 
 __all__ = ["Progress", "latest_checkpoint", "load_state", "save_state"]
@@ -31,6 +32,7 @@ class Progress:
         version: weight version that the engine serves; it never restarts (miles #2835).
         guidance: the plan that ``alignment.layers = auto`` has settled on, None before.
         accuracy_before: held-out accuracy before the first step, None if not measured yet.
+        in_flight: batches that the checkpoint keeps, see ``halfbyte.train.flight``.
         wall_seconds, rollout_seconds, learner_seconds: spent so far over all attempts up to this checkpoint.
     """
 
@@ -38,13 +40,17 @@ class Progress:
     version: int = 0
     guidance: list[list[Any]] | None = None
     accuracy_before: float | None = None
+    in_flight: int = 0
     wall_seconds: float = 0.0
     rollout_seconds: float = 0.0
     learner_seconds: float = 0.0
 
 
-def save_state(folder: Path, learner: Learner, progress: Progress, keep: int) -> Path:
-    """Write ``folder/step_NNNNNN`` (masters, optimiser, reference statistics, counters); keep the newest ``keep``."""
+def save_state(folder: Path, learner: Learner, progress: Progress, keep: int, flight: Flight | None = None) -> Path:
+    """Write ``folder/step_NNNNNN`` (masters, optimiser, reference statistics, counters, what is in flight); keep the newest
+    ``keep``."""
+    flight = flight or Flight()
+    progress.in_flight = len(flight.batches)
     target = folder / f"step_{progress.step:06d}"
     work = folder / f".{target.name}.tmp"
     shutil.rmtree(work, ignore_errors=True)
@@ -54,6 +60,7 @@ def save_state(folder: Path, learner: Learner, progress: Progress, keep: int) ->
     write_atomic(work / "memory.json", json.dumps(learner.memory(), indent=2))
     if learner.parameters.scales is not None:
         write_safetensors(work / "scales.safetensors", learner.parameters.scales.state())
+    save_flight(work, flight)
     write_atomic(work / "state.json", json.dumps(asdict(progress), indent=2))
     _sync_folder(work)
     if target.exists():

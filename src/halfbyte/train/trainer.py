@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
+
+import numpy as np
 
 from halfbyte.config import Config
 from halfbyte.envs import Environment, Prompt
@@ -19,6 +22,8 @@ from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import is_automatic
 from halfbyte.train.collect import prompt_keys
 from halfbyte.train.evaluate import scores
+from halfbyte.train.feed import Feed, GroupFeed, Source, StepFeed
+from halfbyte.train.flight import Flight
 from halfbyte.train.parity import explain, require_parity
 from halfbyte.train.progress import RunProgress
 from halfbyte.train.prompts import prompt_index
@@ -40,6 +45,7 @@ class Trainer:
         weights: the way from the learner to the rollouts, open at ``progress.version``.
         progress: where to go on; ``Progress()`` for a new run.
         guidance: what rollouts record at first; ``alignment.layers = auto`` narrows it after the first update.
+        flight: what the checkpoint of ``progress`` holds besides.
 
     Attributes:
         stop: set it (from a signal handler) to end after the current step with a checkpoint.
@@ -57,6 +63,7 @@ class Trainer:
         weights: WeightPath,
         progress: Progress,
         guidance: Plan,
+        flight: Flight | None = None,
     ) -> None:
         self.weights = weights
         self.config, self.folder, self.rollouts, self.learner = config, folder, rollouts, learner
@@ -77,6 +84,16 @@ class Trainer:
             stop=tuple(rollout.stop),
             seed=config.train.seed,
         )
+        source = Source(
+            prompts=lambda step: self._prompts("train", step * rollout.prompts_per_step, rollout.prompts_per_step),
+            sampling=self.sampling,
+            samples=rollout.samples_per_prompt,
+            per_step=rollout.prompts_per_step,
+            steps=config.train.steps,
+            staleness=rollout.staleness,
+            bound=not rollout.in_flight,
+        )
+        self.feed: Feed = (GroupFeed if rollout.partial else StepFeed)(rollouts, source, progress.step, flight)
 
     def run(self) -> bool:
         """Train; returns False if stopped before the last step. A checkpoint is written at the end either way.
@@ -89,12 +106,13 @@ class Trainer:
             return self._run()
         except UserError as error:
             if self.progress.step and not isinstance(error, NumericsError | RefitError):  # these strike in mid-step
-                self._save()
+                self._save_what_is_whole()
             raise
 
     def _run(self) -> bool:
         config, progress = self.config, self.progress
         with RunProgress(config.train.steps, progress.step) as display:
+            self._warn_of_staleness(display)
             if progress.step == 0:
                 row = self._evaluate()
                 progress.accuracy_before = row["eval/accuracy"]
@@ -152,17 +170,13 @@ class Trainer:
     def _step(self, display: RunProgress) -> dict[str, float]:
         config, progress = self.config, self.progress
         start = time.perf_counter()
-        count = config.rollout.prompts_per_step
-        prompts = self._prompts("train", progress.step * count, count)
-        keys = prompt_keys(("train", progress.step), prompts)
-        samples = config.rollout.samples_per_prompt
-        self.rollouts.submit(Job(progress.step, prompts, keys, self.sampling, samples, version=progress.version))
-        trajectories = self.rollouts.take(progress.step)
+        trajectories = self.feed.next(progress.step)
         rolled = time.perf_counter()
         rows = self._rows_to_save(trajectories)
         scored = time.perf_counter()
         if config.learner.require_parity:
             self._require_parity(trajectories)
+        flight = self._flight_metrics(trajectories, rolled - start)
         result = self.learner.step(trajectories, progress.step, progress.version)
         for note in result.warnings:
             if note not in self._said:
@@ -181,16 +195,50 @@ class Trainer:
         published = time.perf_counter()
         progress.rollout_seconds += rolled - start
         progress.learner_seconds += learned - scored
-        row = result.metrics | _rollout_metrics(trajectories) | refit
+        row = result.metrics | _rollout_metrics(trajectories) | flight | refit
+        tokens, seconds = float(sum(int(t.mask.sum()) for t in trajectories)), time.perf_counter() - start
         row |= {
             "version": float(progress.version),
-            "tokens/rollout": float(sum(int(t.mask.sum()) for t in trajectories)),
+            "tokens/rollout": tokens,
             "time/rollout": rolled - start,
             "time/learner": learned - scored,
             "time/publish": published - learned,
-            "time/step": time.perf_counter() - start,
+            "time/step": seconds,
+            "time/tokens_per_second": tokens / seconds,
         }
         return row
+
+    def _flight_metrics(self, trajectories: Sequence[Trajectory], waited: float) -> dict[str, float]:
+        """How old the tokens of a step are, and what is under way; nothing for a synchronous run."""
+        rollout = self.config.rollout
+        if not (rollout.staleness or rollout.overlap):
+            return {}
+        ages = np.concatenate([self.progress.version - t.versions[t.mask] for t in trajectories])
+        found = {
+            "stale/mean": float(ages.mean()),
+            "stale/max": float(ages.max()),
+            "stale/tokens": float((ages > 0).mean()),
+        }
+        idle = (
+            {"time/idle_learner": waited, "time/idle_rollout": self.rollouts.idle_seconds()} if rollout.overlap else {}
+        )
+        return found | self.feed.counts() | idle
+
+    def _warn_of_staleness(self, display: RunProgress) -> None:
+        """Settings that are meant for tokens of the present weights, in a run that has older ones."""
+        rollout, objective = self.config.rollout, self.config.objective
+        if not rollout.staleness:
+            return
+        if objective.correction == "none" and objective.proximal == "learner":
+            display.say(
+                f"warning: rollout.staleness = {rollout.staleness}, and nothing corrects old tokens; "
+                f'objective.correction = "token_tis" does, or objective.proximal = "rollout"'
+            )
+        lag = self.config.alignment.max_version_lag
+        if self.learner.alignment is not None and lag < rollout.staleness:
+            display.say(
+                f"note: guidance of weights more than {lag} updates old is not used (alignment.max_version_lag)"
+            )
 
     def _require_parity(self, trajectories: Sequence[Trajectory]) -> None:
         """Before the update, so that nothing is lost."""
@@ -275,7 +323,15 @@ class Trainer:
         now = time.monotonic()
         self.progress.wall_seconds += now - self._since
         self._since = now
-        save_state(self.folder.path / "checkpoints", self.learner, self.progress, self.config.train.keep_checkpoints)
+        flight = self.feed.flight()
+        keep = self.config.train.keep_checkpoints
+        save_state(self.folder.path / "checkpoints", self.learner, self.progress, keep, flight)
+
+    def _save_what_is_whole(self) -> None:
+        """After an error; the checkpoint before stays the newest where the rollouts cannot hand over what is in flight."""
+        with suppress(UserError):
+            self.feed.flight()
+            self._save()
 
 
 def _rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from halfbyte.train.ray.cluster import Cluster
 from halfbyte.train.ray.events import Events
 from halfbyte.train.ray.messages import WorkerSpec
 from halfbyte.train.ray.pool import Pool, actor_options
-from halfbyte.train.ray.rollouts import RayRollouts, Served
+from halfbyte.train.ray.rollouts import RayRollouts, Shadow
 
 __all__ = ["open_ray_rollouts", "tokenizer_files"]
 
@@ -88,7 +88,7 @@ def open_ray_rollouts(
     return RayRollouts(
         cluster,
         make_pool,
-        Served(architecture, precision, kernels, pack(version=version, n_positions=longest)),
+        Shadow(architecture, precision, kernels, pack(version=version, n_positions=longest)),
         guidance,
         folder=folder,
         serve=rollout.store == "http" or (rollout.store == "auto" and not cluster.alone),

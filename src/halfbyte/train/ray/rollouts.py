@@ -17,7 +17,6 @@ from halfbyte.kernels import Kernels
 from halfbyte.models.architecture import Architecture
 from halfbyte.models.precision import Precision
 from halfbyte.models.trajectory import Trajectory
-from halfbyte.refit.local import take as take_update
 from halfbyte.refit.patch import Update
 from halfbyte.refit.store.filesystem import FilesystemStore
 from halfbyte.refit.store.server import StoreServer
@@ -31,16 +30,16 @@ from halfbyte.train.ray.ledger import Ledger
 from halfbyte.train.ray.messages import Bundle, Played
 from halfbyte.train.ray.pieces import Piece, cut
 from halfbyte.train.ray.pool import Pool, Worker
-from halfbyte.train.rollouts import Deployed, Job, WeightSource
+from halfbyte.train.rollouts import Deployed, Job, WeightSource, deploy_to
 
-__all__ = ["RayRollouts", "Sending", "Served"]
+__all__ = ["RayRollouts", "Sending", "Shadow"]
 
 GATHER = 60.0  # seconds that the first worker waits for the others before the first job
 TICK = 1.0  # seconds between looks at the head, and at how many workers are wanted
 
 
 @dataclass(eq=False)
-class Served:
+class Shadow:
     """The weights as workers pack them, for the count of changed codes and to explain a gap. Nothing runs on them."""
 
     arch: Architecture
@@ -97,7 +96,7 @@ class RayRollouts:
         self,
         cluster: Cluster,
         make_pool: Callable[[str, dict[str, str], str], Pool],
-        served: Served,
+        served: Shadow,
         guidance: Plan,
         *,
         folder: Path | None,
@@ -186,10 +185,7 @@ class RayRollouts:
         """See :class:`~halfbyte.train.rollouts.Rollouts`. Workers fetch the version while this process counts its changes."""
         for worker in self._pool().open:
             self._follow(worker, update.target.version)
-        before, started = self.served.weights, time.perf_counter()
-        pause = take_update(self.target, update)
-        seconds = time.perf_counter() - started
-        return Deployed(code_changes(before, self.served.weights), seconds - pause, pause)
+        return deploy_to(self.target, update)
 
     def guide(self, plan: Plan) -> None:
         """See :class:`~halfbyte.train.rollouts.Rollouts`."""

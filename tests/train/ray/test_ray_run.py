@@ -1,0 +1,176 @@
+"""Runs on a real Ray: the same numbers as in one process, whatever happens to the workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_cluster import formula
+from ray_runs import assert_same_run, run_config
+
+from halfbyte.errors import ConfigError
+from halfbyte.models.trajectory import GuidanceRows
+from halfbyte.refit.store import FilesystemStore
+from halfbyte.refit.verify import verify_store
+from halfbyte.train import run
+from halfbyte.train.ray.cluster import Cluster
+from halfbyte.train.ray.events import read_events, write_wanted
+from halfbyte.train.ray.pool import actor_options
+
+pytestmark = pytest.mark.usefixtures("cluster", "torch_single_thread")
+
+KILLER = """
+import os, signal
+from pathlib import Path
+
+def reward(*, prompt, response, answer, **_):
+    marks = sorted(Path(os.environ["HALFBYTE_TEST_MARKS"]).glob("*.kill"))
+    for mark in marks:
+        try:
+            mark.unlink()
+        except FileNotFoundError:
+            continue  # another worker was quicker
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(len(response) % 3)
+"""
+
+
+def events(run_folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [e for e in read_events(run_folder) if e["event"] == kind]
+
+
+def when(condition: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
+    """Do something beside the run as soon as a condition holds."""
+
+    def watch() -> None:
+        end = time.monotonic() + 120
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.005)
+        act()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def rows_in(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("workers", "more"),
+    [
+        (2, {"rollout__store": "http"}),
+        pytest.param(1, {"env__name": "agent:guess", "env__max_prompt_tokens": 96}, marks=pytest.mark.slow),
+        pytest.param(3, {"rollout__prompts_per_step": 2, "rollout__samples_per_prompt": 9}, marks=pytest.mark.slow),
+        pytest.param(2, {"rollout__max_sequences": 3, "precision": "bf16"}, marks=pytest.mark.slow),
+    ],
+)
+def test_workers_give_the_numbers_of_one_process(tmp_path: Path, workers: int, more: dict[str, Any]) -> None:
+    run(run_config(tmp_path / "local", **more))
+    run(run_config(tmp_path / "ray", workers, **more))
+    assert_same_run(tmp_path / "local", tmp_path / "ray")
+    gone = events(tmp_path / "ray", "closed")
+    assert len(gone) == workers
+    assert all(e["refits"] >= 1 for e in gone)  # each followed the store
+    if more.get("rollout__store") == "http":
+        assert events(tmp_path / "ray", "served")[0]["bytes"] >= max(e["fetched_bytes"] for e in gone)
+    assert verify_store(FilesystemStore(tmp_path / "ray" / "refit")).problems == ()
+
+
+def test_a_worker_killed_in_mid_batch_is_replaced_and_nothing_changes(
+    tmp_path: Path, worker_modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = worker_modules / "marks"
+    marks.mkdir(exist_ok=True)
+    (worker_modules / "killing_reward.py").write_text(
+        KILLER.replace('os.environ["HALFBYTE_TEST_MARKS"]', repr(str(marks)))
+    )
+    more = {"env__reward": "killing_reward:reward", "rollout__max_sequences": 12}
+    run(run_config(tmp_path / "local", **more))
+    (marks / "1.kill").touch()
+    thread = when(lambda: rows_in(tmp_path / "ray") >= 3, (marks / "2.kill").touch)
+    run(run_config(tmp_path / "ray", 2, **more))
+    thread.join()
+    assert_same_run(tmp_path / "local", tmp_path / "ray")
+    assert len(events(tmp_path / "ray", "died")) == 2
+    assert sum(e["samples"] for e in events(tmp_path / "ray", "reissued")) >= 2
+    assert events(tmp_path / "ray", "duplicates") == []
+
+
+def test_workers_join_and_leave_during_a_run(tmp_path: Path) -> None:
+    run(run_config(tmp_path / "local", train__steps=14))
+    folder = tmp_path / "ray"
+
+    def grow() -> None:
+        write_wanted(folder, 2)
+        when(lambda: len(events(folder, "open")) >= 2, lambda: write_wanted(folder, 1)).join()
+
+    thread = when(lambda: rows_in(folder) >= 2, grow)
+    run(run_config(folder, 1, train__steps=14))
+    thread.join()
+    assert_same_run(tmp_path / "local", folder)
+    assert events(folder, "want")[0]["workers"] == 2
+
+
+def test_arrays_come_back_as_views_of_the_object_store(cluster: Cluster) -> None:
+    actor = cluster.actor(_Bringer, actor_options({}, {}))
+    (trajectory,) = cluster.value(cluster.call(actor.bring, "play", 0))
+    assert trajectory.guidance is not None
+    for array in (trajectory.guidance.rows, trajectory.guidance.kv, trajectory.routes, trajectory.logprobs):
+        assert not array.flags.owndata
+        assert not array.flags.writeable  # a view of shared memory, not a copy of it
+    rows = np.arange(2_000_000, dtype=np.uint8).reshape(1000, -1)
+    assert np.array_equal(trajectory.guidance.rows, rows[100:900])
+    cluster.kill(actor)
+
+
+class _Bringer:
+    def bring(self, number: int) -> list[Any]:
+        """A sample whose guidance is a part of a larger array, as the engine makes it."""
+        rows = np.arange(2_000_000, dtype=np.uint8).reshape(1000, -1)
+        t = formula(1, 0, number)
+        t.guidance = GuidanceRows(rows[100:900], rows[100:900, :1000].copy(), "{}")
+        t.routes = np.zeros((800, 2, 2), np.int16)
+        return [t]
+
+
+def test_what_a_worker_cannot_open_is_told_as_the_run_s_error(tmp_path: Path, worker_modules: Path) -> None:
+    path = worker_modules / "only_here.py"
+    path.write_text(
+        "import os\n"
+        f"if os.getpid() != {os.getpid()}:\n    raise ImportError('not on this machine')\n"
+        "def reward(**_):\n    return 0.0\n"
+    )
+    with pytest.raises(ConfigError, match="only_here"):
+        run(run_config(tmp_path / "ray", 1, env__reward="only_here:reward"))
+    assert signal.getsignal(signal.SIGTERM) is not None
+
+
+def test_the_run_goes_on_with_another_backend(tmp_path: Path) -> None:
+    run(run_config(tmp_path / "local"))
+    folder = tmp_path / "mixed"
+
+    class Stop(Exception):
+        pass
+
+    code = run(run_config(folder, learner__schedule="constant", train__steps=2))
+    assert code == 0
+    run(run_config(tmp_path / "whole", learner__schedule="constant"))
+    run(run_config(folder, 1, learner__schedule="constant"), resume=True)
+    rows = [r for r in read(folder) if r["kind"] == "train"]
+    assert rows == [r for r in read(tmp_path / "whole") if r["kind"] == "train"]
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    from ray_runs import numbers
+
+    return numbers(folder)
