@@ -22,6 +22,7 @@ from halfbyte.cli.refit import make_refit
 from halfbyte.cli.report import report
 from halfbyte.cli.study import make_study
 from halfbyte.cli.train import train
+from halfbyte.cli.workers import workers
 from halfbyte.errors import UserError
 
 __all__ = ["main", "make_app"]
@@ -36,7 +37,7 @@ def make_app() -> App:
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
     )
-    for command in (train, generate, quantize, report, diagnose, doctor):
+    for command in (train, generate, quantize, report, diagnose, doctor, workers):
         app.command(command)
     app.command(make_bench())
     app.command(make_refit())

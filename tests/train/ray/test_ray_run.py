@@ -83,7 +83,7 @@ def test_workers_give_the_numbers_of_one_process(tmp_path: Path, workers: int, m
     assert all(e["refits"] >= 1 for e in gone)  # each followed the store
     if more.get("rollout__store") == "http":
         assert events(tmp_path / "ray", "served")[0]["bytes"] >= max(e["fetched_bytes"] for e in gone)
-    assert verify_store(FilesystemStore(tmp_path / "ray" / "refit")).problems == ()
+    assert verify_store(FilesystemStore(tmp_path / "ray" / "refit")).good
 
 
 def test_a_worker_killed_in_mid_batch_is_replaced_and_nothing_changes(
@@ -158,10 +158,6 @@ def test_what_a_worker_cannot_open_is_told_as_the_run_s_error(tmp_path: Path, wo
 def test_the_run_goes_on_with_another_backend(tmp_path: Path) -> None:
     run(run_config(tmp_path / "local"))
     folder = tmp_path / "mixed"
-
-    class Stop(Exception):
-        pass
-
     code = run(run_config(folder, learner__schedule="constant", train__steps=2))
     assert code == 0
     run(run_config(tmp_path / "whole", learner__schedule="constant"))

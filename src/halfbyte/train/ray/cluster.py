@@ -13,20 +13,23 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from halfbyte.errors import ClusterError, DataError, MissingExtraError, UserError
 
 __all__ = ["Cluster"]
 
-#: Set for processes of ours, unless the user has: no statistics to Ray's makers; the driver's own watch is the first to speak.
+#: Set for processes of ours, unless the user has: no statistics to Ray's makers; the driver's own watch speaks first; and
+#: workers as nice as the run (Ray adds 15 to its workers: beside a busy trainer they would hardly run at all).
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+    "RAY_worker_niceness": "0",
 }
 #: On one machine processors are logical: any number of workers starts, and the system shares the real ones out.
-_PLENTY = 4096
+_PLENTY = 256
+_ATTEMPTS = 3
 
 
 class Cluster:
@@ -79,21 +82,38 @@ class Cluster:
         self._seen = clock()
 
     def _connect(self, address: str | None, memory_mb: float, resources: Sequence[str]) -> None:
-        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-        try:
-            if address is None:
-                own = {name: float(_PLENTY) for name in resources}
-                memory = int(max(memory_mb, 128.0) * 2**20)
-                self.ray.init(address="local", num_cpus=_PLENTY, resources=own, object_store_memory=memory, **quiet)
-            else:
-                self.ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:  # Ray raises whatever it meets
-            raise ClusterError(
-                f"Ray does not start or answer: {_first_line(error)}",
-                where=address or "this machine",
-                expected="a running head, the Ray version of its nodes, and its token (RAY_AUTH_TOKEN or ~/.ray/auth_token)",
-                fix="ray status --address HOST:PORT shows what the cluster says",
-            ) from error
+        options: dict[str, Any] = {
+            "address": address or "local",
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+        }
+        if address is None:
+            own = {name: float(_PLENTY) for name in resources}
+            memory = int(max(memory_mb, 128.0) * 2**20)
+            options |= {
+                "include_dashboard": False,
+                "num_cpus": _PLENTY,
+                "resources": own,
+                "object_store_memory": memory,
+            }
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                self.ray.init(**options)
+                return
+            except Exception as error:  # Ray raises whatever it meets
+                if address is None and attempt < _ATTEMPTS:  # its own patience of 30 s is short on a busy machine
+                    with suppress(Exception):
+                        self.ray.shutdown()
+                    continue
+                self._say_why(error, address)
+
+    def _say_why(self, error: Exception, address: str | None) -> NoReturn:
+        raise ClusterError(
+            f"Ray does not start or answer: {_first_line(error)}",
+            where=address or "this machine",
+            expected="a running head, the Ray version of its nodes, and its token (RAY_AUTH_TOKEN or ~/.ray/auth_token)",
+            fix="ray status --address HOST:PORT shows what the cluster says",
+        ) from error
 
     @property
     def address(self) -> str:

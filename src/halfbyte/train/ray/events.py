@@ -10,9 +10,10 @@ from typing import Any
 
 from halfbyte.errors import ConfigError
 
-__all__ = ["MOST_WORKERS", "Events", "read_events", "read_wanted", "write_wanted"]
+__all__ = ["MOST_WORKERS", "Events", "read_events", "read_wanted", "summary", "write_wanted"]
 
 MOST_WORKERS = 100_000
+_STATES = {"start": "starting", "open": "plays", "reissued": "died", "closed": "ended with the run"}
 
 
 class Events:
@@ -45,6 +46,23 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
             except ValueError:
                 continue  # a kill cut it off
     return out
+
+
+def summary(folder: Path) -> list[str]:
+    """A line for each worker of the last attempt: where it was, what became of it, what its weights have cost."""
+    known: dict[str, dict[str, Any]] = {}
+    for event in read_events(folder):
+        name = event["worker"]
+        if event["event"] == "connect":
+            known = {}
+        elif name:
+            known.setdefault(name, {}).update(event)
+    return [
+        f"{name}  {_STATES.get(e['event'], e['event'])}  {e.get('node', '?')} pid {e.get('pid', '?')}"
+        + (f"  {e['refits']} refits, {e['fetched_bytes']} bytes, {e['refit_seconds']:.2f} s" if "refits" in e else "")
+        + (f"  ({e['reason']})" if "reason" in e else "")
+        for name, e in known.items()
+    ]
 
 
 def write_wanted(folder: Path, count: int) -> None:

@@ -144,6 +144,7 @@ class RayRollouts:
             address, headers = self.server.address, self.server.headers
         if self.folder is not None:
             (self.folder / "workers.want").unlink(missing_ok=True)  # of an earlier attempt
+        self.events.add("connect", "", store="http" if self.serve else "folder", head=self.cluster.head)
         self.pool = self.make_pool(address, headers, source.stamp.run)
         self.pool.tend()
 
