@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from typing import Any
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 LEARNER, WORKER = "10.86.13.1", "10.86.13.2"
 PORT = 6390
+TOKEN = secrets.token_hex(32)
 
 
 def possible() -> str:
@@ -110,7 +112,8 @@ def ray_node(enter: Sequence[str], *words: str) -> Iterator[None]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(SOURCE), "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+    ray = {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    return {**os.environ, **ray, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 
 
 def train(out: Path, steps: int, more: Sequence[str], enter: Sequence[str] = ()) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import importlib
 import threading
 import time
 from collections.abc import Callable
@@ -12,17 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_cluster import formula
-from ray_runs import assert_same_run, run_config
+from ray_runs import assert_same_run, numbers, run_config
 
 from halfbyte.errors import ConfigError
-from halfbyte.models.trajectory import GuidanceRows
+from halfbyte.refit.patch import Update
 from halfbyte.refit.store import FilesystemStore
 from halfbyte.refit.verify import verify_store
 from halfbyte.train import run
 from halfbyte.train.ray.cluster import Cluster
 from halfbyte.train.ray.events import read_events, write_wanted
 from halfbyte.train.ray.pool import actor_options
+from halfbyte.train.ray.rollouts import RayRollouts
+from halfbyte.train.rollouts import Deployed
 
 pytestmark = pytest.mark.usefixtures("cluster", "torch_single_thread")
 
@@ -106,41 +106,59 @@ def test_a_worker_killed_in_mid_batch_is_replaced_and_nothing_changes(
     assert events(tmp_path / "ray", "duplicates") == []
 
 
-def test_workers_join_and_leave_during_a_run(tmp_path: Path) -> None:
-    run(run_config(tmp_path / "local", train__steps=14))
-    folder = tmp_path / "ray"
+def test_workers_join_and_leave_during_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(run_config(tmp_path / "local", train__steps=6))
+    folder, deploy = tmp_path / "ray", RayRollouts.deploy
 
-    def grow() -> None:
-        write_wanted(folder, 2)
-        when(lambda: len(events(folder, "open")) >= 2, lambda: write_wanted(folder, 1)).join()
+    def deploy_and_resize(self: RayRollouts, update: Update) -> Deployed:
+        done = deploy(self, update)
+        wanted = {1: 3, 3: 1}.get(update.target.version)
+        if wanted is not None:
+            write_wanted(folder, wanted)
+            assert self.pool is not None
+            while len(self.pool.open) != wanted:
+                self.ready()
+        return done
 
-    thread = when(lambda: rows_in(folder) >= 2, grow)
-    run(run_config(folder, 1, train__steps=14))
-    thread.join()
+    monkeypatch.setattr(RayRollouts, "deploy", deploy_and_resize)
+    run(run_config(folder, 1, train__steps=6))
     assert_same_run(tmp_path / "local", folder)
-    assert events(folder, "want")[0]["workers"] == 2
+    assert [e["workers"] for e in events(folder, "want")] == [3, 1]
+    late = [e for e in events(folder, "open") if e["version"] > 0]
+    assert len(late) == 2  # they began with the version of the day
+    assert len(events(folder, "left")) == 2
+    assert {e["worker"] for e in events(folder, "closed")} == {"worker-0.1"}
 
 
-def test_arrays_come_back_as_views_of_the_object_store(cluster: Cluster) -> None:
-    actor = cluster.actor(_Bringer, actor_options({}, {}))
-    (trajectory,) = cluster.value(cluster.call(actor.bring, "play", 0))
-    assert trajectory.guidance is not None
+BRINGER = """
+import numpy as np
+from halfbyte.models.precision import PRESETS
+from halfbyte.models.trajectory import GuidanceRows, SamplingParams, Trajectory
+
+ROWS = np.arange(2_000_000, dtype=np.uint8).reshape(1000, -1)  # of many samples, as the engine takes them
+
+class Bringer:
+    def bring(self):
+        ids, logprobs = np.arange(401, dtype=np.int32), np.zeros(401, np.float32)
+        guidance = GuidanceRows(ROWS[100:900], ROWS[100:900, :1000].copy(), "{}")
+        routes = np.zeros((801, 2, 2), np.int16)
+        mask = np.ones(401, bool)
+        return [Trajectory(
+            ids, ids, logprobs, mask, ids, SamplingParams(), PRESETS["bf16"], "eos", routes=routes, guidance=guidance
+        )]
+"""
+
+
+def test_arrays_come_back_as_views_of_the_object_store(cluster: Cluster, worker_modules: Path) -> None:
+    (worker_modules / "bringing.py").write_text(BRINGER)
+    bringing = importlib.import_module("bringing")
+    actor = cluster.actor(bringing.Bringer, actor_options({}, {}))
+    (trajectory,) = cluster.value(cluster.call(actor.bring, "play"))
     for array in (trajectory.guidance.rows, trajectory.guidance.kv, trajectory.routes, trajectory.logprobs):
         assert not array.flags.owndata
         assert not array.flags.writeable  # a view of shared memory, not a copy of it
-    rows = np.arange(2_000_000, dtype=np.uint8).reshape(1000, -1)
-    assert np.array_equal(trajectory.guidance.rows, rows[100:900])
+    assert np.array_equal(trajectory.guidance.rows, bringing.ROWS[100:900])
     cluster.kill(actor)
-
-
-class _Bringer:
-    def bring(self, number: int) -> list[Any]:
-        """A sample whose guidance is a part of a larger array, as the engine makes it."""
-        rows = np.arange(2_000_000, dtype=np.uint8).reshape(1000, -1)
-        t = formula(1, 0, number)
-        t.guidance = GuidanceRows(rows[100:900], rows[100:900, :1000].copy(), "{}")
-        t.routes = np.zeros((800, 2, 2), np.int16)
-        return [t]
 
 
 def test_what_a_worker_cannot_open_is_told_as_the_run_s_error(tmp_path: Path, worker_modules: Path) -> None:
@@ -152,9 +170,9 @@ def test_what_a_worker_cannot_open_is_told_as_the_run_s_error(tmp_path: Path, wo
     )
     with pytest.raises(ConfigError, match="only_here"):
         run(run_config(tmp_path / "ray", 1, env__reward="only_here:reward"))
-    assert signal.getsignal(signal.SIGTERM) is not None
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_with_another_backend(tmp_path: Path) -> None:
     run(run_config(tmp_path / "local"))
     folder = tmp_path / "mixed"
@@ -162,11 +180,5 @@ def test_the_run_goes_on_with_another_backend(tmp_path: Path) -> None:
     assert code == 0
     run(run_config(tmp_path / "whole", learner__schedule="constant"))
     run(run_config(folder, 1, learner__schedule="constant"), resume=True)
-    rows = [r for r in read(folder) if r["kind"] == "train"]
-    assert rows == [r for r in read(tmp_path / "whole") if r["kind"] == "train"]
-
-
-def read(folder: Path) -> list[dict[str, Any]]:
-    from ray_runs import numbers
-
-    return numbers(folder)
+    rows = [r for r in numbers(folder) if r["kind"] == "train"]
+    assert rows == [r for r in numbers(tmp_path / "whole") if r["kind"] == "train"]
