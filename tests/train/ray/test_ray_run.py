@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -71,6 +72,7 @@ def rows_in(folder: Path) -> int:
         (2, {"rollout__store": "http"}),
         pytest.param(1, {"env__name": "agent:guess", "env__max_prompt_tokens": 96}, marks=pytest.mark.slow),
         pytest.param(3, {"rollout__prompts_per_step": 2, "rollout__samples_per_prompt": 9}, marks=pytest.mark.slow),
+        pytest.param(2, {"rollout__staleness": 1, "train__steps": 6}, marks=pytest.mark.slow),
         pytest.param(2, {"rollout__max_sequences": 3, "precision": "bf16"}, marks=pytest.mark.slow),
     ],
 )
