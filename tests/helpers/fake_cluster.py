@@ -30,12 +30,13 @@ class FakeActor:
         if call == "follow":
             return 0.0
         bundle: Bundle = arguments[0]
+        assert len(bundle.prompts) == len(bundle.keys) == len(bundle.pieces)
         drawn = [
-            formula(key, piece.group, index)
+            [formula(key, piece.group, index) for _, index in piece.samples()]
             for piece, key in zip(bundle.pieces, bundle.keys)
-            for _, index in piece.samples()
         ]
-        return Played(drawn, seconds=1.0, tokens=len(drawn))
+        self.cluster.bundles.append(bundle)
+        return Played(drawn, seconds=1.0, tokens=sum(map(len, drawn)))
 
 
 def formula(key: int, group: int, index: int) -> Trajectory:
@@ -79,6 +80,7 @@ class FakeCluster:
         self.started: list[str] = []
         self.killed: list[str] = []
         self.options: list[dict[str, Any]] = []
+        self.bundles: list[Bundle] = []
         self._fate: dict[Ref, Any] = {}
         self._pending: list[Ref] = []
 

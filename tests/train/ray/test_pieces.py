@@ -106,10 +106,7 @@ def test_a_ledger_takes_each_sample_once_whoever_brings_it(parts: list[list[tupl
         first |= dict.fromkeys(fresh, mark)
     assert ledger.duplicates == sum(map(len, parts)) - len(first)
     assert ledger.complete == (len(first) == 12)
-    assert {key for piece in ledger.missing(pieces) for key in piece.samples()} >= {
-        (g, s) for g in range(4) for s in range(3)
-    } - first.keys()
-    ledger.accept(sample(g, s, 99) for piece in ledger.missing(pieces) for g, s in piece.samples())
+    ledger.accept(sample(g, s, 99) for piece in pieces for g, s in piece.samples())
     taken = ledger.trajectories()
     keys = [(t.group, t.sample) for t in taken]
     assert all(a < b for a, b in pairwise(keys))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -106,6 +107,22 @@ def test_jobs_in_flight_together_are_told_apart() -> None:
         for number in rollouts.ready(wait=True):
             assert [tuple(t.ids.tolist()) for t in rollouts.take(number)] == expected(left.pop(number))
     assert rollouts.ready() == set()
+
+
+def test_jobs_of_any_version_go_out_together_and_bound_ones_on_their_own() -> None:
+    cluster = FakeCluster()
+    rollouts = make_rollouts(cluster, 1)
+    rollouts.play(job(99))  # the worker is there
+    cluster.bundles.clear()
+    jobs = [replace(job(number, prompts=1), version=None, keys=(7 * number,)) for number in range(6)]
+    for what in jobs:
+        rollouts.submit(what)
+    rollouts.submit(job(6))
+    assert rollouts.ready(wait=True) == set(range(7))
+    for what in jobs:
+        assert [tuple(t.ids.tolist()) for t in rollouts.take(what.number)] == expected(what)
+    assert [tuple(t.ids.tolist()) for t in rollouts.take(6)] == expected(job(6))
+    assert sorted(len({p.job for p in bundle.pieces}) for bundle in cluster.bundles) == [1, 6]
 
 
 def test_a_dead_worker_is_replaced_at_once_and_then_with_growing_pauses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_a_run_in_one_process_does_not_know_ray(tmp_path: Path) -> None:
         "    '--set', 'rollout.prompts_per_step=2', '--set', 'rollout.samples_per_prompt=2', '--threads', '1'])\n"
         "assert 'halfbyte.train.rollouts' in sys.modules\n"
         "found = [m for m in sys.modules if m.split('.')[0] == 'ray' or m.startswith('halfbyte.train.ray')]\n"
-        "sys.exit(code or ', '.join(found))\n"
+        "sys.exit(code or ', '.join(found) or 0)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=False
@@ -76,6 +77,28 @@ def test_without_ray_the_message_has_the_command(tmp_path: Path, monkeypatch: py
     with pytest.raises(MissingExtraError, match=r"pip install 'halfbyte\[ray\]'"):
         run(run_config(tmp_path / "run", 2))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # nothing was begun
+
+
+def test_a_head_that_is_gone_is_said_once_patience_is_over(cluster: Cluster) -> None:
+    now, head = [100.0], cluster.head
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"127.0.0.1:{free.getsockname()[1]}"  # bound, but nobody listens
+        watch = Cluster(patience=30.0, clock=lambda: now[0])
+        assert not watch.ours  # what it found is not its to end
+        watch.close()
+        watch.check()
+        watch.head = closed
+        now[0] += 29.0
+        watch.check()
+        watch.head = head  # it came back
+        watch.check()
+        watch.head = closed
+        now[0] += 29.0
+        watch.check()
+        now[0] += 2.0
+        with pytest.raises(ClusterError, match="has not answered for 31 s"):
+            watch.check()
 
 
 def test_a_client_s_address_is_refused_with_what_to_do() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from halfbyte.models.trajectory import Trajectory
 from halfbyte.train.ray.pieces import Piece
@@ -47,10 +47,6 @@ class Ledger:
                 self.duplicates += 1
         self._open -= taken
         return taken
-
-    def missing(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Those pieces that some sample is missing of."""
-        return [p for p in pieces if any(self._taken[key] is None for key in p.samples())]
 
     def trajectories(self) -> list[Trajectory]:
         """All of them, by group and then sample."""

@@ -38,11 +38,11 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Pieces of a job for one worker.
+    """Pieces of jobs that are played alike, for one worker.
 
     Arguments:
         pieces: what is to be played. prompts, keys: of each piece.
-        sampling, recorded: the job's.
+        sampling, recorded: of their jobs.
         version: the weights to play by, at least.
         guidance: what is recorded, a ``Plan`` as JSON.
     """
@@ -71,12 +71,12 @@ class Played:
     """What a worker brings back.
 
     Arguments:
-        trajectories: finished and scored, by (group, sample) of the job.
+        by_piece: finished and scored trajectories, in the order of the bundle's pieces.
         seconds: it took. tokens: it drew.
         fetched_bytes, refit_seconds, refits: that its weights have cost since it started.
     """
 
-    trajectories: list[Trajectory] = field(default_factory=list)
+    by_piece: list[list[Trajectory]] = field(default_factory=list)
     seconds: float = 0.0
     tokens: int = 0
     fetched_bytes: int = 0

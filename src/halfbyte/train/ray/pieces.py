@@ -16,19 +16,21 @@ class Piece:
         group: the prompt's place in the step.
         first, count: its samples [first, first + count).
         tokens: how many it may take; what workers' loads are counted in.
+        job: the job's number.
     """
 
     group: int
     first: int
     count: int
     tokens: int
+    job: int = 0
 
     def samples(self) -> list[tuple[int, int]]:
         """(group, sample) of each of its samples."""
         return [(self.group, i) for i in range(self.first, self.first + self.count)]
 
 
-def cut(prompt_tokens: Sequence[int], samples: int, max_tokens: int, workers: int) -> list[Piece]:
+def cut(prompt_tokens: Sequence[int], samples: int, max_tokens: int, workers: int, job: int = 0) -> list[Piece]:
     """Whole groups, whose prompt is then computed once, as long as there are two for each worker; parts of groups otherwise.
 
     Arguments:
@@ -41,6 +43,6 @@ def cut(prompt_tokens: Sequence[int], samples: int, max_tokens: int, workers: in
         first = 0
         for part in range(parts):
             count = samples // parts + (part < samples % parts)
-            out.append(Piece(group, first, count, length + count * max_tokens))
+            out.append(Piece(group, first, count, length + count * max_tokens, job))
             first += count
     return out

@@ -106,7 +106,7 @@ class Player:
             cost.refits,
         )
 
-    def _collect(self, bundle: Bundle) -> list[Trajectory]:
+    def _collect(self, bundle: Bundle) -> list[list[Trajectory]]:
         played = play(
             self.engine,
             self.environment,
@@ -117,9 +117,11 @@ class Player:
             keys=bundle.keys,
             max_prompt_tokens=self.spec.prompt_limit,
         )
+        out: list[list[Trajectory]] = [[] for _ in bundle.pieces]
         for t in played:
-            t.group = bundle.pieces[t.group].group
-        return played
+            place, t.group = t.group, bundle.pieces[t.group].group
+            out[place].append(t)
+        return out
 
 
 def _tokenizer(files: dict[str, bytes]) -> Tokenizer:

@@ -66,7 +66,6 @@ class Sending:
     """Who plays what: a bundle on its way."""
 
     worker: Worker
-    number: int
     pieces: tuple[Piece, ...]
     at: float
 
@@ -153,10 +152,11 @@ class RayRollouts:
         assert job.number not in self._playing, f"job {job.number} is there already"
         pool = self._pool()
         lengths = [1 + len(str(prompt.content)) // 4 for prompt in job.prompts]  # near enough for the balance
-        pieces = cut(lengths, job.samples, job.sampling.max_tokens, pool.wanted)
+        pieces = cut(lengths, job.samples, job.sampling.max_tokens, pool.wanted, job.number)
         self._playing[job.number] = _Playing(job, Ledger(pieces), pieces)
         self._gather()
-        self._hand_out()
+        if job.version is not None:
+            self._hand_out()  # others go out together, in the next turn: a worker plays what it is given at once in one batch
 
     def take(self, number: int) -> list[Trajectory]:
         """See :class:`~halfbyte.train.rollouts.Rollouts`."""
@@ -237,6 +237,7 @@ class RayRollouts:
             UserError: a worker has met one, or the cluster is gone.
         """
         pool = self._pool()
+        self._hand_out()
         due = [*self._sent, *self._following, *(w.opening for w in pool.workers if w.opening is not None)]
         if due:
             for ref in self.cluster.wait(due, seconds):
@@ -268,7 +269,7 @@ class RayRollouts:
         # else it was due from a worker whose other result has told that it is gone: its pieces are with others
 
     def _played(self, ref: Any, sending: Sending) -> None:
-        worker, playing = sending.worker, self._playing.get(sending.number)
+        worker = sending.worker
         worker.bundles.discard(ref)
         for piece in sending.pieces:
             worker.load.add(piece, -1)
@@ -278,8 +279,8 @@ class RayRollouts:
             self._died(worker, error)
             self._give_back(sending)
             return
-        if playing is not None:
-            playing.ledger.accept(played.trajectories)
+        for piece, trajectories in zip(sending.pieces, played.by_piece, strict=True):
+            self._playing[piece.job].ledger.accept(trajectories)
         seconds = self.clock() - sending.at
         worker.load.measure(played.tokens, played.seconds)
         self._busy.played += min(played.seconds, seconds)
@@ -296,13 +297,11 @@ class RayRollouts:
             del self._following[ref]
 
     def _give_back(self, sending: Sending) -> None:
-        playing = self._playing.get(sending.number)
-        if playing is None:
-            return
-        missing = playing.ledger.missing(sending.pieces)
-        playing.queue += missing
-        samples = sum(piece.count for piece in missing)
-        self.events.add("reissued", sending.worker.name, job=sending.number, pieces=len(missing), samples=samples)
+        for piece in sending.pieces:
+            self._playing[piece.job].queue.append(piece)
+        samples = sum(piece.count for piece in sending.pieces)
+        jobs = sorted({piece.job for piece in sending.pieces})
+        self.events.add("reissued", sending.worker.name, jobs=jobs, pieces=len(sending.pieces), samples=samples)
 
     # ---- handing out
 
@@ -310,20 +309,28 @@ class RayRollouts:
         workers = self._pool().takers
         if not workers:
             return
-        for number, playing in self._playing.items():
-            if not playing.queue:
-                continue
-            shares, playing.queue = share_out(playing.queue, [w.load for w in workers])
+        alike: dict[Any, list[Piece]] = {}
+        for playing in self._playing.values():
+            if playing.queue:
+                job = playing.job
+                alike.setdefault((job.sampling, job.recorded, job.version), []).extend(playing.queue)
+                playing.queue = []
+        for pieces in alike.values():
+            shares, left = share_out(pieces, [w.load for w in workers])
+            for piece in left:
+                self._playing[piece.job].queue.append(piece)
             for worker, share in zip(workers, shares):
                 if share:
-                    self._send(worker, number, playing.job, share)
+                    self._send(worker, share)
 
-    def _send(self, worker: Worker, number: int, job: Job, share: list[Piece]) -> None:
-        pieces = tuple(sorted(share, key=lambda p: (p.group, p.first)))
+    def _send(self, worker: Worker, share: list[Piece]) -> None:
+        pieces = tuple(sorted(share, key=lambda p: (p.job, p.group, p.first)))
+        jobs = [self._playing[piece.job].job for piece in pieces]
+        job = jobs[0]  # the others are played alike
         bundle = Bundle(
             pieces,
-            tuple(job.prompts[p.group] for p in pieces),
-            tuple(job.keys[p.group] for p in pieces),
+            tuple(job.prompts[p.group] for job, p in zip(jobs, pieces)),
+            tuple(job.keys[p.group] for job, p in zip(jobs, pieces)),
             job.sampling,
             job.recorded,
             self.version if job.version is None else job.version,
@@ -334,7 +341,7 @@ class RayRollouts:
         if job.version is not None:
             worker.bound = worker.sent
         worker.bundles.add(ref)
-        self._sent[ref] = Sending(worker, number, pieces, self.clock())
+        self._sent[ref] = Sending(worker, pieces, self.clock())
 
     def _follow(self, worker: Worker, version: int) -> None:
         self._following[self.cluster.call(worker.actor.follow, "weights", version, worker.bound)] = worker
