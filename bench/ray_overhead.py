@@ -4,7 +4,8 @@
 
 Runs alternate, with the same seeds, so that the n-th steps of a pair do the same work; one thread each. The first two steps of a
 run are left out. What else runs on the machine hits both sides, but not evenly: the table has the median and the 20th percentile
-of the step, and the median of the ratio of paired steps.
+of the step, and the median of the ratio of paired steps. ``beside_play`` is what lies between a step's request and its trajectories
+but is not a worker's playing: transport, waiting, the rest of a refit; it depends least on what else runs.
 """
 
 from __future__ import annotations
@@ -63,8 +64,21 @@ def main() -> None:
     from halfbyte.config import load_config
     from halfbyte.train import run
     from halfbyte.train.ray.cluster import Cluster
+    from halfbyte.train.ray.rollouts import RayRollouts, Sending
+
+    played: list[float] = []
+    take_in = RayRollouts._played
+
+    def noting(self: RayRollouts, ref: Any, sending: Sending) -> None:
+        take_in(self, ref, sending)
+        assert sending.worker.last is not None
+        if next(iter(sending.pieces)).job >= 0:  # not an evaluation
+            played.append(sending.worker.last.seconds)
+
+    RayRollouts._played = noting  # type: ignore[method-assign]
 
     times: dict[str, dict[str, list[float]]] = {"local": {}, "ray": {}}
+    beside: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "overhead_reward.py").write_text(REWARD)
@@ -89,8 +103,12 @@ def main() -> None:
                     "rollout.prompts_per_step": 16,
                     "rollout.backend": backend,
                 }
-                run(load_config(flags=flags))
+                played.clear()
+                if run(load_config(flags=flags)):
+                    raise SystemExit("the run was stopped")
                 rows = steps_of(out)
+                if backend == "ray":
+                    beside += [r["time/rollout"] - s for r, s in zip(rows, played[SKIPPED:], strict=True)]
                 for key in ("time/step", "time/rollout", "time/learner", "time/publish"):
                     times[backend].setdefault(key, []).extend(row[key] for row in rows)
                 seen.append([{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows])
@@ -109,6 +127,7 @@ def main() -> None:
         }
         result[key] = {name: round(value, 4) for name, value in row.items()}
         print(key, "  ".join(f"{name} {value:.3f}" for name, value in row.items()))
+    result["beside_play"] = {"median": round(statistics.median(beside), 4), "p20": round(fifth(beside), 4)}
     print(json.dumps(result))
 
 
