@@ -2,10 +2,10 @@
 
     python bench/ray_overhead.py [--pairs 4] [--steps 10]
 
-Runs alternate, with the same seeds, so that the n-th steps of a pair do the same work; one thread each. The first two steps of a
-run are left out. What else runs on the machine hits both sides, but not evenly: the table has the median and the 20th percentile
-of the step, and the median of the ratio of paired steps. ``beside_play`` is what lies between a step's request and its trajectories
-but is not a worker's playing: transport, waiting, the rest of a refit; it depends least on what else runs.
+Runs alternate, with the same seeds, so that the n-th steps of a pair do the same work; one thread each. The first two steps of
+a run are left out. What else runs on the machine hits both sides, but not evenly: the table has the median and the 20th
+percentile of the step, and the median of the ratio of paired steps. ``beside_play`` is what lies between a step's request and
+its trajectories but is not a worker's playing: transport, waiting, the rest of a refit; it depends least on what else runs.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ def numbers(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(row).items() if not k.startswith("time/")} for row in rows]
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    """Metrics, sampled trajectories and final weights are equal bit for bit."""
+def assert_same_run(one: Path, other: Path, *, learns: bool = True) -> None:
+    """Metrics, sampled trajectories and final weights are equal bit for bit; something was learnt, and shipped to workers."""
     rows = numbers(one)
     assert rows == numbers(other)
-    assert any(row.get("refit/changed", 0) > 0 for row in rows)  # there was something to learn, and to ship
+    assert any(row.get("refit/changed", 0) > 0 for row in rows) or not learns
     for folder in ("trajectories", "model"):
         names = sorted(p.name for p in (one / folder).iterdir())
         assert names == sorted(p.name for p in (other / folder).iterdir())

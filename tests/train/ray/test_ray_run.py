@@ -79,10 +79,11 @@ def rows_in(folder: Path) -> int:
 def test_workers_give_the_numbers_of_one_process(tmp_path: Path, workers: int, more: dict[str, Any]) -> None:
     run(run_config(tmp_path / "local", **more))
     run(run_config(tmp_path / "ray", workers, **more))
-    assert_same_run(tmp_path / "local", tmp_path / "ray")
+    learns = "env__name" not in more  # the policy has not seen the guessing game: no reward, but turns
+    assert_same_run(tmp_path / "local", tmp_path / "ray", learns=learns)
     gone = events(tmp_path / "ray", "closed")
     assert len(gone) == workers
-    assert all(e["refits"] >= 1 for e in gone)  # each followed the store
+    assert all(e["refits"] >= learns for e in gone)  # each followed the store
     if more.get("rollout__store") == "http":
         assert events(tmp_path / "ray", "served")[0]["bytes"] >= max(e["fetched_bytes"] for e in gone)
     assert verify_store(FilesystemStore(tmp_path / "ray" / "refit")).good
@@ -172,6 +173,17 @@ def test_what_a_worker_cannot_open_is_told_as_the_run_s_error(tmp_path: Path, wo
     )
     with pytest.raises(ConfigError, match="only_here"):
         run(run_config(tmp_path / "ray", 1, env__reward="only_here:reward"))
+
+
+@pytest.mark.slow
+def test_new_weights_reach_workers_in_flight_and_no_token_is_too_old(tmp_path: Path) -> None:
+    more = {"rollout__staleness": 2, "rollout__overlap": True, "rollout__in_flight": True, "rollout__partial": True}
+    run(run_config(tmp_path / "ray", 2, train__steps=10, **more, objective__correction="token_tis"))
+    rows = [r for r in numbers(tmp_path / "ray") if r["kind"] == "train"]
+    assert len(rows) == 10
+    assert max(r["stale/max"] for r in rows) in (1.0, 2.0)
+    assert rows[-1]["flight/submitted"] == rows[-1]["flight/taken"] == 60  # six groups a step, each once
+    assert rows[-1]["version"] >= 5
 
 
 @pytest.mark.slow
