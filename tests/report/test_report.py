@@ -128,6 +128,24 @@ def test_a_finished_run_shows_every_panel_and_its_result(tmp_path: Path) -> None
     assert "train.seed" in got.text
 
 
+def test_a_run_with_rollouts_in_flight_shows_their_age_and_who_waits(tmp_path: Path) -> None:
+    keys = (
+        "stale/mean",
+        "stale/max",
+        "flight/groups",
+        "time/idle_learner",
+        "time/idle_rollout",
+        "time/tokens_per_second",
+    )
+    rows = [full_row(step) | {key: float(step) for key in keys} for step in range(1, 5)]
+    got, without = page(write_run(tmp_path / "a", rows)), page(write_run(tmp_path / "b", [full_row(1), full_row(2)]))
+    for title in ("Age of tokens", "Groups in flight", "Waiting", "Throughput"):
+        assert title in got.text
+        assert title not in without.text
+    assert "Rollout speed" in without.text
+    assert "New tokens per second of the rollout phase" not in got.text, "its time is not known beside the learner"
+
+
 def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r", [full_row(1), full_row(2)])
     got = page(folder)

@@ -74,3 +74,11 @@ def test_none_clears_what_can_be_unset_and_is_a_name_elsewhere() -> None:
     config = configured({}, {"objective.dual_clip": "none", "objective.correction": "none"}, "test")
     assert config.objective.dual_clip is None
     assert config.objective.correction == "none"
+
+
+def test_none_in_the_base_clears_what_can_be_unset_for_every_arm() -> None:
+    base = {"objective": {"dual_clip": "none", "correction": "none"}}
+    config = configured(base, {"learner.lr": 1e-5}, "test")
+    assert config.objective.dual_clip is None
+    assert config.objective.correction == "none"
+    assert configured(base, {"objective.dual_clip": 2.0}, "test").objective.dual_clip == 2.0

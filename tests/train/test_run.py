@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_run import small_config
+from small_run import assert_same_run, metrics, small_config, spawn
 
 from halfbyte.errors import CheckpointError, ConfigError, DataError, NumericsError
 from halfbyte.models.checkpoint import load_checkpoint
@@ -25,25 +22,6 @@ from halfbyte.train.run_folder import RunFolder
 from halfbyte.train.state import latest_checkpoint
 
 pytestmark = pytest.mark.usefixtures("torch_single_thread")
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Rows without times."""
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in RunFolder(folder).rows()]
-
-
-def masters(folder: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(folder / "checkpoints")
-    assert path is not None
-    return dict(SafetensorsFile(path / "masters.safetensors"))
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    assert metrics(a) == metrics(b)
-    left, right = masters(a), masters(b)
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[k], right[k]) for k in left)
-    assert (a / "model" / "model.safetensors").read_bytes() == (b / "model" / "model.safetensors").read_bytes()
 
 
 @pytest.fixture
@@ -93,22 +71,6 @@ def test_run_folder_is_complete_and_the_reward_rises(policy_folder: Path, tmp_pa
     assert trained.architecture.n_experts == 4
     updates = np.cumsum([r.get("optim/updates", 0.0) for r in rows if r["kind"] == "train"])
     assert [r["version"] for r in rows if r["kind"] == "train"] == updates.tolist(), "one version for every update"
-
-
-SCRIPT = """
-import sys, torch
-torch.set_num_threads(1)
-from halfbyte.config import Config
-import json
-from halfbyte.train import run
-sys.exit(run(Config.from_json(json.load(open(sys.argv[1]))), resume=sys.argv[2] == "resume"))
-"""
-
-
-def spawn(config: Path, mode: str) -> subprocess.Popen[bytes]:
-    source = str(Path(__file__).resolve().parents[2] / "src")
-    env = {**os.environ, "PYTHONPATH": f"{source}:{os.environ.get('PYTHONPATH', '')}"}
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(config), mode], env=env, stderr=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize("attempt", range(3))

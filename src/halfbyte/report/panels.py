@@ -72,6 +72,24 @@ _POLICY = (
     _Metric("Entropy", (("entropy/mean", "mean"),), "Of the policy's next-token distribution, nats per token."),
     _Metric("Response length", (("length/mean", "mean"), ("length/max", "longest")), "Tokens per response."),
 )
+_FLIGHT = (
+    _Metric(
+        "Age of tokens",
+        (("stale/mean", "mean"), ("stale/max", "oldest")),
+        "Weight updates between drawing a token and training on it.",
+    ),
+    _Metric(
+        "Groups in flight",
+        (("flight/groups", "in flight"),),
+        "Prompts submitted and not trained on, when a step has its batch.",
+    ),
+    _Metric(
+        "Waiting",
+        (("time/idle_learner", "learner for rollouts"), ("time/idle_rollout", "rollouts for work")),
+        "Seconds per step.",
+    ),
+    _Metric("Throughput", (("time/tokens_per_second", "tokens"),), "New tokens per second of whole steps."),
+)
 _OPTIMISER = (
     _Metric("Learning rate", (("optim/lr", "learning rate"),), ""),
     _Metric("Gradient norm", (("optim/grad_norm", "norm"),), "Before clipping."),
@@ -106,6 +124,8 @@ def panels(record: Record) -> list[Panel]:
     out += _mismatch(record)
     out += [_metric_panel(record, m) for m in _POLICY]
     out += [_time(record), _speed(record)]
+    if record.series("stale/mean"):  # a synchronous run has nothing in flight
+        out += [_metric_panel(record, m) for m in _FLIGHT]
     out += [_metric_panel(record, m) for m in _REFIT]
     out += [_metric_panel(record, m) for m in _OPTIMISER]
     return out
@@ -221,7 +241,8 @@ def _time(record: Record) -> Panel:
 
 
 def _speed(record: Record) -> Panel:
-    seconds = dict(record.series("time/rollout"))
+    # beside the learner, this is the wait for rollouts, not their time
+    seconds = {} if record.series("time/idle_learner") else dict(record.series("time/rollout"))
     points = [(x, tokens / seconds[x]) for x, tokens in record.series("tokens/rollout") if seconds.get(x, 0.0) > 0]
     lines, window = _smoothed(points, 0)
     note = "New tokens per second of the rollout phase." + _smoothing_note(window)

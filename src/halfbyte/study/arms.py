@@ -126,13 +126,14 @@ def require_arm_keys(keys: Iterable[str], where: str) -> None:
 
 
 def configured(base: Mapping[str, Any], sets: Mapping[str, Any], where: str) -> Config:
-    """The configuration ``base`` with dotted keys set; the text ``none`` clears a key that can be unset.
+    """The configuration ``base`` with dotted keys set; in both, the text ``none`` clears a key that can be unset.
 
     Raises:
         ConfigError: naming every key that is unknown or has a value that cannot be used.
     """
     data, defaults, origins = dict(base), Config().to_json(), Origins(where)
-    for key, value in sets.items():
+    cleared = {key: value for key, value in _leaves(base) if value == "none"}
+    for key, value in {**cleared, **sets}.items():
         if value == "none":
             apply_settings(data, [f"{key}=none"], Config, defaults, origins)
         else:

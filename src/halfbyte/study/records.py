@@ -48,6 +48,7 @@ METRICS = (
     "refit/changed_scales",
     "refit/avalanches",
     "length/mean",
+    "stale/mean",
 )
 #: Metrics summed over the steps of a run.
 SECONDS = ("time/rollout", "time/learner", "time/publish")

@@ -50,6 +50,7 @@ class Gate:
         """Keep the worker out, from the end of its pass on, until :meth:`release`."""
         with self.changed:
             self._holders += 1
+            self.changed.notify_all()
             self.changed.wait_for(lambda: not self._inside)
 
     def release(self) -> None:

@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-
 from halfbyte.config import Config
 from halfbyte.envs import Environment, Prompt
 from halfbyte.errors import NumericsError, RefitError, UserError
@@ -31,6 +29,7 @@ from halfbyte.train.rollouts import Job, Rollouts
 from halfbyte.train.run_folder import RunFolder
 from halfbyte.train.saved import add_decisions, saved_rows
 from halfbyte.train.state import Progress, save_state
+from halfbyte.train.step_metrics import ages, mean, rollout_metrics
 from halfbyte.train.tracker import Tracker
 from halfbyte.train.weights import WeightPath
 
@@ -150,8 +149,8 @@ class Trainer:
             "wall_seconds": self.progress.wall_seconds,
             "rollout_seconds": self.progress.rollout_seconds,
             "learner_seconds": self.progress.learner_seconds,
-            "k3_kl": _mean([r["gap/k3_kl"] for r in trained]) if trained else None,
-            "mean_abs_gap": _mean([r["gap/mean_abs"] for r in trained]) if trained else None,
+            "k3_kl": mean([r["gap/k3_kl"] for r in trained]) if trained else None,
+            "mean_abs_gap": mean([r["gap/mean_abs"] for r in trained]) if trained else None,
             "seed": self.config.train.seed,
             "precision": self.learner.rollout_precision.name,
             "learner_precision": self.learner.parameters.precision.name,
@@ -195,7 +194,7 @@ class Trainer:
         published = time.perf_counter()
         progress.rollout_seconds += rolled - start
         progress.learner_seconds += learned - scored
-        row = result.metrics | _rollout_metrics(trajectories) | flight | refit
+        row = result.metrics | rollout_metrics(trajectories) | flight | refit
         tokens, seconds = float(sum(int(t.mask.sum()) for t in trajectories)), time.perf_counter() - start
         row |= {
             "version": float(progress.version),
@@ -213,12 +212,7 @@ class Trainer:
         rollout = self.config.rollout
         if not (rollout.staleness or rollout.overlap):
             return {}
-        ages = np.concatenate([self.progress.version - t.versions[t.mask] for t in trajectories])
-        found = {
-            "stale/mean": float(ages.mean()),
-            "stale/max": float(ages.max()),
-            "stale/tokens": float((ages > 0).mean()),
-        }
+        found = ages(trajectories, self.progress.version)
         idle = (
             {"time/idle_learner": waited, "time/idle_rollout": self.rollouts.idle_seconds()} if rollout.overlap else {}
         )
@@ -332,24 +326,6 @@ class Trainer:
         with suppress(UserError):
             self.feed.flight()
             self._save()
-
-
-def _rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    mean = _mean(rewards)
-    lengths = [len(t.response_ids) for t in trajectories]
-    spread = {"reward/mean": mean, "reward/std": _mean([(r - mean) ** 2 for r in rewards]) ** 0.5} if rewards else {}
-    return spread | {
-        "reward/failed": float(len(trajectories) - len(rewards)),
-        "accuracy/train": _mean([float(bool(t.info.get("correct"))) for t in trajectories]),
-        "length/mean": _mean([float(n) for n in lengths]),
-        "length/max": float(max(lengths)),
-        "finish/length": _mean([float(t.finish_reason == "length") for t in trajectories]),
-    }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _note(row: dict[str, float]) -> str:

@@ -1,7 +1,7 @@
 """Trajectories as a pair of files: numbers as safetensors, the rest as JSON. What is read is what was written, to the bit.
 
 Arrays of all trajectories lie end to end under one name each (``response_ids``, ``logprobs``, ...), their lengths in the JSON.
-That holds the SHA-256 of the tensor file, so two files of different writings are never taken together.
+That holds the SHA-256 of the tensor file and of itself: two files of different writings are never taken together.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def write_trajectories(path: Path, batches: Mapping[int, Sequence[Trajectory]]) 
         "precisions": [p.to_json() for p in precisions],
         "trajectories": rows,
     }
-    write_atomic(path.with_name(f"{path.name}.json"), json.dumps(value))
+    write_atomic(path.with_name(f"{path.name}.json"), json.dumps({"digest": _digest(value), "value": value}))
 
 
 def read_trajectories(path: Path) -> dict[int, list[Trajectory]]:
@@ -68,7 +68,10 @@ def read_trajectories(path: Path) -> dict[int, list[Trajectory]]:
     """
     tensors, text = (path.with_name(f"{path.name}.{kind}") for kind in ("safetensors", "json"))
     try:
-        value = json.loads(text.read_text(encoding="utf-8"))
+        outer = json.loads(text.read_text(encoding="utf-8"))
+        value = outer["value"]
+        if _digest(value) != outer["digest"]:
+            raise ValueError("it is not as it was written")
         if value["version"] != _VERSION:
             raise ValueError(f"version {value['version']}, not {_VERSION}")
         if value["sha256"] != hashlib.sha256(tensors.read_bytes()).hexdigest():
@@ -132,6 +135,10 @@ def _row(t: Trajectory, layouts: Sequence[str]) -> dict[str, Any]:
         "reward": t.reward,
         "info": t.info,
     }
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _joined(parts: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any] | None:
