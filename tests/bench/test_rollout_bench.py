@@ -16,7 +16,6 @@ from halfbyte.bench.decoders import Decoded, EngineDecoder, TransformersDecoder
 from halfbyte.bench.memory import resident
 from halfbyte.bench.random_moe import RandomTensors, moe_architecture
 from halfbyte.bench.rollout import Contest, RolloutRow, race
-from halfbyte.planning.footprint import weight_bytes
 from halfbyte.cli.main import main
 from halfbyte.errors import ConfigError
 from halfbyte.kernels import active
@@ -24,6 +23,7 @@ from halfbyte.models import Architecture, parameter_count
 from halfbyte.models.open_model import model_folder, open_model
 from halfbyte.models.precision import PRESETS, Precision
 from halfbyte.models.trajectory import SamplingParams
+from halfbyte.planning.footprint import weight_bytes
 from halfbyte.rollout.engine import Engine
 from halfbyte.rollout.request import Request
 from halfbyte.rollout.weights import RolloutWeights

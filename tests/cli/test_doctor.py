@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from halfbyte.cli.doctor import _model
-from halfbyte.planning.footprint import footprint, kv_bytes, open_architecture, weight_bytes
 from halfbyte.cli.main import main
 from halfbyte.kernels import active, get
 from halfbyte.kernels.kv import kv_bytes_per_token
 from halfbyte.models import Architecture, parameter_shapes, save_checkpoint
 from halfbyte.models.precision import PRESETS
+from halfbyte.planning.footprint import footprint, kv_bytes, open_architecture, weight_bytes
 from halfbyte.rollout.weights import RolloutWeights
 
 SHAPE = {

@@ -40,8 +40,8 @@ def test_missing_or_damaged_weights(tmp_path: Path) -> None:
 
 
 def test_kv_bytes_are_those_of_the_engine() -> None:
-    from halfbyte.planning.footprint import kv_bytes, open_architecture
     from halfbyte.models.precision import PRESETS
+    from halfbyte.planning.footprint import kv_bytes, open_architecture
 
     folder = model_folder("tiny")
     architecture = open_architecture(folder)
