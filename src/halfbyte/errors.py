@@ -27,7 +27,12 @@ class UserError(Exception):
         where: the file, key, tensor or request concerned.
         expected: what would have been right.
         fix: what the user can do about it.
+
+    Attributes:
+        common: every rank of the run raised it at the same place, so they can still do things together.
     """
+
+    common = False
 
     def __init__(self, what: str, *, where: str = "", expected: str = "", fix: str = "") -> None:
         self.what, self.where, self.expected, self.fix = what, where, expected, fix

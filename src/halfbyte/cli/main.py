@@ -56,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = make_app()(tokens, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except UserError as error:
-        return _fail(str(error))
+        place = getattr(error, "__notes__", None)
+        if os.environ.get("LOCAL_RANK", "0") != "0" and not place:
+            return 2  # the ranks of torchrun all have this error, and one of them says it
+        return _fail("\n  noticed by: ".join([str(error), *(place or [])]))
     except OSError as error:  # a full disk, no permission, a folder that is a file: the machine's state, not our bug
         if isinstance(error, BrokenPipeError):
             # The reader has left (`halfbyte doctor | head`); nothing may be written to that pipe again, not even at exit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -53,6 +54,8 @@ def train(
     from halfbyte.train import run
 
     code = run(resolved, resume=resume, overwrite=overwrite)
+    if os.environ.get("RANK", "0") != "0":  # of several ranks (torchrun) the first speaks
+        return code
     print(f"report: {build(resolved.train.out)}")
     if code == 130:
         print("stopped; the same command with --resume (and without --overwrite) goes on")

@@ -137,6 +137,8 @@ class LearnerConfig(Section):
         activation_memory_mb: the micro-batch is as large as activations of this many MiB allow.
         max_tokens_per_microbatch: sets its size in tokens instead.
         router_replay: use the rollout's expert choices.
+        device: of the learner; ``auto`` is ``cuda`` where there is one (docs/gpu.md).
+        rank_timeout: seconds that a rank waits for the others, where ``torchrun`` started several (docs/fsdp.md).
     """
 
     execution: Literal["emulated", "native"] = "emulated"
@@ -157,9 +159,15 @@ class LearnerConfig(Section):
     packing: bool = True
     activation_checkpointing: bool = False
     router_replay: bool = True
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    rank_timeout: Positive = 600.0
 
     @model_validator(mode="after")
     def _can_have_parity(self) -> LearnerConfig:
+        if self.execution == "native" and self.device != "cpu":
+            raise ValueError(
+                'execution = "native" runs the rollout\'s kernels, which are for the CPU: set device = "cpu"'
+            )
         if self.require_parity and self.execution != "native":
             raise ValueError('require_parity needs execution = "native": other products differ in the last bits')
         return self

@@ -23,12 +23,12 @@ def pack_bits(bits: Tensor) -> Tensor:
             expected="a last dimension divisible by 8",
         )
     groups = bits.to(torch.uint8).reshape(*bits.shape[:-1], bits.shape[-1] // 8, 8)
-    return (groups * _WEIGHTS).sum(-1, dtype=torch.uint8)
+    return (groups * _WEIGHTS.to(bits.device)).sum(-1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor) -> Tensor:
     """Packed uint8 [..., K/8] to uint8 bits 0/1 [..., K]."""
-    bits: Tensor = (packed.unsqueeze(-1) & _WEIGHTS) != 0
+    bits: Tensor = (packed.unsqueeze(-1) & _WEIGHTS.to(packed.device)) != 0
     return bits.to(torch.uint8).flatten(-2)
 
 

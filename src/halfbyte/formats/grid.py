@@ -44,7 +44,7 @@ def encode_e2m1(z: Tensor, ties: Ties = "even", zero_sign: ZeroSign = "positive"
     Returns: uint8 codes 0..15, one per element, shape of ``z``. With ``zero_sign='positive'`` code 8 (-0) never occurs.
     """
     size = z.abs()
-    index = torch.zeros(z.shape, dtype=torch.uint8)
+    index = torch.zeros(z.shape, dtype=torch.uint8, device=z.device)
     for midpoint, up in zip(_MIDPOINTS, _UP[ties]):
         index += size >= midpoint if up else size > midpoint
     if zero_sign == "nonpositive":
@@ -58,12 +58,12 @@ def encode_e2m1(z: Tensor, ties: Ties = "even", zero_sign: ZeroSign = "positive"
 
 def decode_e2m1(codes: Tensor) -> Tensor:
     """Float32 values of codes 0..15 (uint8)."""
-    return _SIGNED.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+    return _SIGNED.to(codes.device).index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
 
 
 def decode_packed(packed: Tensor) -> Tensor:
     """Float32 values [..., K] of packed codes [..., K/2] (low nibble = even element)."""
-    pairs = _PAIRS.index_select(0, packed.flatten().to(torch.int32))
+    pairs = _PAIRS.to(packed.device).index_select(0, packed.flatten().to(torch.int32))
     return pairs.view(*packed.shape[:-1], packed.shape[-1] * 2)
 
 

@@ -79,7 +79,7 @@ class Payload:
                 where=f"shape {self.shape}, {self.bits} bits",
                 expected=f"uint8 {(*self.shape[:-1], k * self.bits // 8)}",
             )
-        full = self.codes if self.bits == 4 else torch.zeros((*self.shape[:-1], k // 2), dtype=torch.uint8)
+        full = self.codes if self.bits == 4 else self.codes.new_zeros((*self.shape[:-1], k // 2))
         validate_parts(full, self.scales, self.global_scale, self.spec, self.shape, name)
         return self
 

@@ -142,7 +142,7 @@ class StableScales:
 
 def _amax(tensors: Sequence[Tensor]) -> Tensor:
     largest = [t.detach().abs().amax().to(torch.float32) for t in tensors if t.numel()]
-    return torch.stack(largest).amax() if largest else torch.zeros(())
+    return torch.stack(largest).amax().cpu() if largest else torch.zeros(())
 
 
 def _chosen(names: Sequence[str], mask: Tensor) -> tuple[str, ...]:

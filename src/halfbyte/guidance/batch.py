@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -90,6 +90,11 @@ class BatchGuidance:
     kernels: Kernels
     wanted: int
 
+    def to(self, device: torch.device) -> BatchGuidance:
+        """On another device."""
+        routes = None if self.routes is None else self.routes.to(device)
+        return replace(self, rows=self.rows.to(device), kv=self.kv.to(device), have=self.have.to(device), routes=routes)
+
     def at(self, layer: int, site: str, chosen: Tensor | None = None) -> Guide | None:
         """The guide of a site, None where it is not guided.
 
@@ -107,7 +112,7 @@ class BatchGuidance:
         same = chosen[:, :, None] == recorded[:, None, :]
         slots = same.int().argmax(dim=2)
         k = recorded.shape[1]
-        moved = found.flat().select((torch.arange(len(slots))[:, None] * k + slots).view(-1))
+        moved = found.flat().select((torch.arange(len(slots), device=slots.device)[:, None] * k + slots).view(-1))
         return Guide(layer, site, _unflat(moved.payload, k), (moved.guided.view(-1, k) & same.any(dim=2)))
 
     def _read(self, f: Field, bits: int) -> Guide:

@@ -15,7 +15,7 @@ from halfbyte.errors import ConfigError
 from halfbyte.kernels.protocol import Kernels
 from halfbyte.kernels.reference import ReferenceKernels
 
-__all__ = ["active", "available", "describe", "get"]
+__all__ = ["active", "available", "describe", "for_device", "get"]
 
 
 def _implementations() -> dict[str, Kernels]:
@@ -60,6 +60,12 @@ _ACTIVE = get(os.environ.get("HALFBYTE_KERNELS") or ("native" if "native" in _KE
 def active() -> Kernels:
     """The kernels in use."""
     return _ACTIVE
+
+
+def for_device(device: str) -> Kernels:
+    """The kernels for tensors on a device (``cpu``, ``cuda``, ...): those in use on the CPU, the reference elsewhere. What a
+    learner calls of it (quantise, guided round, routes, log-probs) is torch throughout and asks where its tensors are."""
+    return _ACTIVE if device == "cpu" else _KERNELS["reference"]
 
 
 def describe() -> dict[str, Any]:

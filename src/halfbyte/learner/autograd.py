@@ -66,12 +66,13 @@ class AutogradExecution:
         self.guidance, self.method, self.observer, self.bf16_products = guidance, method, observer, bf16_products
         self.arch, self.precision = parameters.arch, parameters.precision
         self.activation_checkpointing = activation_checkpointing
-        cos, sin = tables
+        device = batch.positions.device
+        cos, sin = (table.to(device) for table in tables)
         self._cos = torch.cat([cos, cos], dim=1)[batch.positions][:, None]
         self._sin = torch.cat([sin, sin], dim=1)[batch.positions][:, None]
-        self._buckets = length_buckets(batch.starts)
+        self._buckets = length_buckets(batch.starts, device)
         rows = torch.cat([bucket.real_rows for bucket in self._buckets])
-        self._back = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows)))
+        self._back = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows), device=device))
         self._moe_index = {layer: i for i, layer in enumerate(self.arch.moe_layers)}
         self.routes: dict[int, Tensor] = {}
         self.router_logits: dict[int, Tensor] = {}
@@ -177,9 +178,13 @@ class AutogradExecution:
     def layer(self, index: int, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Run a layer, recomputing it in the backward pass if asked to."""
         if self.activation_checkpointing and torch.is_grad_enabled():
-            out: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
-            return out
-        return function(x)
+
+            def recomputed(x: Tensor) -> Tensor:
+                out: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+                return out
+
+            return self.parameters.layer(index, recomputed, x)
+        return self.parameters.layer(index, function, x)
 
     def _gates(self, logits: Tensor, chosen: Tensor) -> Tensor:
         return gates_for(logits, chosen, normalise=self.arch.norm_topk_prob)
@@ -214,7 +219,7 @@ class AutogradExecution:
         guide = None if middle is None else middle.flat().select(order)
         inner = self._activation(self._swiglu(torch.cat(both)), kind, f"{prefix}.mid", gate_up.shape[-1], guide)
         outputs = [self._product(rows, down[e], kind) for e, rows in enumerate(inner.split(counts)) if len(rows)]
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         by_slot = torch.cat(outputs).index_select(0, back).view(len(x), k, -1)
         return (by_slot * gates[:, :, None]).sum(dim=1)
 

@@ -8,7 +8,8 @@ sequence is filled up to the longest with tokens that are masked and never atten
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +56,17 @@ class LearnerBatch:
     versions: Tensor
     sequence: Tensor
     guidance: BatchGuidance | None = None
+
+    def to(self, device: torch.device) -> LearnerBatch:
+        """On another device; ``starts`` stays, since borders are counted on the CPU."""
+        if device.type == "cpu":
+            return self
+        moved: dict[str, Any] = {
+            f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)
+        }
+        supports = None if self.supports is None else [None if s is None else s.to(device) for s in self.supports]
+        guidance = None if self.guidance is None else self.guidance.to(device)
+        return replace(self, **(moved | {"starts": self.starts, "supports": supports, "guidance": guidance}))
 
 
 def micro_batches(lengths: Sequence[int], budget: int, *, packing: bool) -> list[list[int]]:

@@ -37,8 +37,8 @@ class Bucket:
         return x.index_select(0, self.rows).view(self.n, self.length, *x.shape[1:]).transpose(1, 2)
 
 
-def length_buckets(starts: Tensor) -> list[Bucket]:
-    """Buckets of the sequences that ``starts`` [S + 1] borders, longest first."""
+def length_buckets(starts: Tensor, device: torch.device | None = None) -> list[Bucket]:
+    """Buckets of the sequences that ``starts`` [S + 1] borders, longest first; rows and cells on ``device`` (starts' own)."""
     lengths = starts.diff()
     order = torch.argsort(lengths, descending=True, stable=True).tolist()
     members: list[list[int]] = []
@@ -46,14 +46,14 @@ def length_buckets(starts: Tensor) -> list[Bucket]:
         if not members or int(lengths[index]) < SHORTEST * int(lengths[members[-1][0]]):
             members.append([])
         members[-1].append(index)
-    return [_bucket(starts, lengths, torch.tensor(indices)) for indices in members]
+    return [_bucket(starts, lengths, torch.tensor(indices), device or starts.device) for indices in members]
 
 
-def _bucket(starts: Tensor, lengths: Tensor, indices: Tensor) -> Bucket:
+def _bucket(starts: Tensor, lengths: Tensor, indices: Tensor, device: torch.device) -> Bucket:
     length = int(lengths[indices[0]])
     offsets = torch.arange(length)[None]
     own = lengths[indices][:, None]
     rows = (starts[indices][:, None] + torch.minimum(offsets, own - 1)).view(-1)
     real = (offsets < own).view(-1)
     cells = real.nonzero().view(-1)
-    return Bucket(len(indices), length, rows, cells, rows[cells])
+    return Bucket(len(indices), length, rows.to(device), cells.to(device), rows[cells].to(device))

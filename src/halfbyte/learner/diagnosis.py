@@ -12,7 +12,13 @@ from torch import Tensor
 from halfbyte import objective
 from halfbyte.models.trajectory import Trajectory
 
-__all__ = ["Monitor", "Tokens"]
+__all__ = ["Monitor", "Tokens", "rows_of_samples"]
+
+
+def rows_of_samples(samples: Sequence[Trajectory]) -> list[Tensor]:
+    """Where the response tokens of each sample lie in :class:`Tokens`, int64."""
+    ends = np.cumsum([len(t.response_ids) for t in samples])
+    return [torch.arange(end - len(t.response_ids), end) for end, t in zip(ends.tolist(), samples)]
 
 
 @dataclass(frozen=True, eq=False)

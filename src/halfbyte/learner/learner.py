@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,13 +23,16 @@ from halfbyte.guidance.rounding import TRACE
 from halfbyte.guidance.sites import places
 from halfbyte.kernels import Kernels
 from halfbyte.learner.autograd import AutogradExecution
-from halfbyte.learner.batch import LearnerBatch, collate, micro_batches
+from halfbyte.learner.batch import LearnerBatch, collate
 from halfbyte.learner.decisions import Decisions
-from halfbyte.learner.diagnosis import Monitor, Tokens
+from halfbyte.learner.diagnosis import Monitor, Tokens, rows_of_samples
+from halfbyte.learner.division import Pass, passes
+from halfbyte.learner.join import first_found, joined_statistics
 from halfbyte.learner.memory import tokens_that_fit
 from halfbyte.learner.native import NativeExecution, PackedModel
 from halfbyte.learner.optimiser import Optimiser
 from halfbyte.learner.parameters import Parameters
+from halfbyte.learner.ranks import Alone, Ranks
 from halfbyte.learner.schedule import rate_factor
 from halfbyte.models.architecture import Architecture
 from halfbyte.models.decoder import hidden_states
@@ -75,6 +78,9 @@ class Learner:
         pack: published tensors by checkpoint name -> packed weights, for ``execution = "native"``.
         delimiters: [V] bool, token ids that end a line or sentence, see ``objective.delimiter_flags``; for the segmenter
             ``delimiter``.
+        ranks: the processes that train together; each makes the same calls with the same trajectories.
+        make_parameters: in place of ``Parameters``: sharded ones, of several ranks.
+        device: where forward and backward passes run; off the CPU with kernels that can (``kernels.registry.for_device``).
 
     Attributes:
         comparisons: (layer, site) -> how far the last step's own rounding was from the rollout's.
@@ -99,7 +105,11 @@ class Learner:
         correction: objective.Correction | None = None,
         delimiters: Tensor | None = None,
         pack: Callable[[Mapping[str, Tensor]], PackedModel] | None = None,
+        ranks: Ranks | None = None,
+        make_parameters: Callable[..., Parameters] = Parameters,
+        device: torch.device | None = None,
     ) -> None:
+        self.ranks, self.device = ranks or Alone(), device or torch.device("cpu")
         if config.execution == "native":
             require_same(rollout_precision, precision, where="learner.precision, of native execution")
             if pack is None:
@@ -113,9 +123,10 @@ class Learner:
         self.rollout_precision, self.total_steps, self.seed = rollout_precision, total_steps, seed
         self.max_response_tokens = max_response_tokens
         dtype = torch.float32 if rollout_precision.exact else torch.bfloat16
-        self.parameters = Parameters(
-            arch, tensors, precision, kernels, publish_dtype=dtype, rollout_precision=rollout_precision
+        make = partial(
+            make_parameters, arch, precision=precision, kernels=kernels, publish_dtype=dtype, device=self.device
         )
+        self.parameters = make(tensors, rollout_precision=rollout_precision)
         self.optimiser = Optimiser(
             self.parameters.masters,
             lr=config.lr,
@@ -123,6 +134,7 @@ class Learner:
             eps=config.eps,
             weight_decay=config.weight_decay,
             clip_norm=config.clip_norm,
+            ranks=self.ranks,
         )
         self._tables = arch.rope_tables(n_positions)
         self._budget = config.max_tokens_per_microbatch or tokens_that_fit(
@@ -139,7 +151,7 @@ class Learner:
             self._monitor.triage = self._correction
         self._reference = None
         if self._settings.kl is not None:
-            self._reference = Parameters(arch, reference or tensors, precision, kernels, publish_dtype=dtype)
+            self._reference = make(reference or tensors)
 
     def check(self, trajectories: Sequence[Trajectory]) -> None:
         """Refuse rollouts that this learner cannot score.
@@ -169,11 +181,16 @@ class Learner:
     @torch.no_grad()
     def score(self, trajectories: Sequence[Trajectory], parameters: Parameters | None = None) -> Scored:
         """Log-probs of the sampled tokens under the current weights (or ``parameters``), without gradient."""
-        parts = []
-        for batch in self._micro_batches(trajectories):
+        tokens = Tokens.of(trajectories)
+        rows = rows_of_samples(trajectories)
+        found = torch.zeros(2, len(tokens.ids))
+        for part in self._passes(trajectories):
+            batch = self._collate([trajectories[i] for i in part.samples])
             logp, entropy = self._forward(batch, parameters or self.parameters)
-            parts.append((logp, batch.rollout_logprobs, batch.mask, batch.sequence, batch.versions, entropy))
-        return Scored(*(torch.cat(columns) for columns in zip(*parts)))
+            if part.counts:
+                found[:, torch.cat([rows[i] for i in part.samples])] = torch.stack([logp, entropy])
+        logp, entropy = self.ranks.add(found)  # every row is one rank's
+        return Scored(logp, tokens.rollout_logp, tokens.mask, tokens.sequence, tokens.versions, entropy)
 
     def step(self, trajectories: Sequence[Trajectory], step: int, version: int = 0) -> StepResult:
         """One training step on all samples of one rollout.
@@ -244,11 +261,13 @@ class Learner:
             )
             for chunk in np.array_split(members, min(self.config.minibatches, len(members))):
                 share = len(members) / len(chunk)
-                for indices in self._indices([plan.samples[i] for i in chunk]):
-                    part = [int(chunk[i]) for i in indices]
+                for one in self._passes([plan.samples[i] for i in chunk]):
+                    part = [int(chunk[i]) for i in one.samples]
                     batch = self._collate([plan.samples[i] for i in part])
                     loss, stats, logp = self._loss(plan, part, batch, observer)
-                    (loss * share).backward()
+                    (loss * (share if one.counts else 0.0)).backward()
+                    if not one.counts:
+                        continue
                     statistics.append(stats)
                     if epoch == 0:
                         seen[torch.cat([plan.rows[i] for i in part])] = logp
@@ -258,6 +277,12 @@ class Learner:
                 norms.append(self.optimiser.step(self.parameters.take_gradients(), factor))
                 changed |= self.parameters.refresh()
                 self._packed.pop(id(self.parameters), None)
+        if self.ranks.size > 1:
+            statistics = joined_statistics(self.ranks, statistics)
+            seen = self.ranks.add(seen)
+            tokens, unguided = (int(n) for n in self.ranks.add(torch.tensor([tokens, unguided])))
+            if observer is not None:
+                observer.found = first_found(self.ranks, observer.found)
         metrics |= objective.read(objective.merge(statistics))
         if plan.record is None:
             # A single update: its own forward pass has scored every token at the weights it began with.
@@ -312,12 +337,18 @@ class Learner:
         *,
         with_entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
+        batch = batch.to(self.device)
         run = self._execution(batch, parameters, observer)
-        states = hidden_states(self.arch, run, batch.ids).index_select(0, batch.rows)
-        logits = run.head(states)
-        logp = token_logprobs(self.kernels, logits, batch.targets, batch.temperature, batch.supports)
-        seen = logits if with_entropy_gradient else logits.detach()
-        return logp, objective.token_entropy(seen, batch.mask, temperature=positive_temperature(batch.temperature))
+
+        def whole() -> tuple[Tensor, Tensor]:
+            states = hidden_states(self.arch, run, batch.ids).index_select(0, batch.rows)
+            logits = run.head(states)
+            logp = token_logprobs(self.kernels, logits, batch.targets, batch.temperature, batch.supports)
+            seen = logits if with_entropy_gradient else logits.detach()
+            return logp, objective.token_entropy(seen, batch.mask, temperature=positive_temperature(batch.temperature))
+
+        logp, entropy = parameters.run(whole)
+        return logp.cpu(), entropy.cpu()  # losses and statistics are over a number a token
 
     def _execution(self, batch: LearnerBatch, parameters: Parameters, observer: Observer | None) -> AutogradExecution:
         checkpointing = self.config.activation_checkpointing
@@ -349,12 +380,9 @@ class Learner:
             self._packed[id(parameters)] = packed
         return packed
 
-    def _indices(self, samples: Sequence[Trajectory]) -> list[list[int]]:
-        lengths = [len(t) for t in samples]
-        return micro_batches(lengths, self._budget, packing=self.config.packing)
-
-    def _micro_batches(self, samples: Sequence[Trajectory]) -> list[LearnerBatch]:
-        return [self._collate([samples[i] for i in part]) for part in self._indices(samples)]
+    def _passes(self, samples: Sequence[Trajectory]) -> list[Pass]:
+        lengths, ranks = [len(t) for t in samples], self.ranks
+        return passes(lengths, self._budget, packing=self.config.packing, rank=ranks.rank, size=ranks.size)
 
     def _observer(self, alignment: Alignment) -> Observer:
         return Observer(self.kernels, alignment.measured_tokens, thorough=alignment.thorough)
@@ -419,8 +447,6 @@ class _Plan:
         version: int,
     ) -> _Plan:
         samples = [trajectories[i] for i in kept]
-        lengths = torch.tensor([len(t.response_ids) for t in samples])
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         tokens = Tokens.of(samples)
         sequence, mask = tokens.sequence, tokens.mask
         per_token = advantages[torch.tensor(kept)][sequence]
@@ -452,10 +478,9 @@ class _Plan:
             method,
             max_tokens=learner.max_response_tokens if method == "constant" else None,
         )
-        rows = [torch.arange(a, b) for a, b in pairwise(starts.tolist())]
         return cls(
             samples,
-            rows,
+            rows_of_samples(samples),
             per_token,
             counted,
             sequence,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError, NumericsError
+from halfbyte.learner.ranks import Alone, Ranks
 
 __all__ = ["Optimiser"]
 
@@ -18,8 +19,8 @@ class Optimiser:
     """torch's AdamW over named masters. Norms and biases are not decayed.
 
     Arguments:
-        masters: parameter name -> float32 tensor, updated in place.
-        clip_norm: gradients are scaled down to this global norm; None clips nothing.
+        masters: parameter name -> float32 tensor, updated in place; of several ranks each has its own rows.
+        clip_norm: gradients are scaled down to this global norm (over all ranks); None clips nothing.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class Optimiser:
         eps: float,
         weight_decay: float,
         clip_norm: float | None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.masters, self.lr, self.clip_norm = dict(masters), lr, clip_norm
+        self.masters, self.lr, self.clip_norm, self._ranks = dict(masters), lr, clip_norm, ranks or Alone()
         groups = [
             {"params": [p for p in masters.values() if p.dim() > 1], "weight_decay": weight_decay},
             {"params": [p for p in masters.values() if p.dim() <= 1], "weight_decay": 0.0},
@@ -48,6 +50,8 @@ class Optimiser:
         """
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients.values()]
         norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        if self._ranks.size > 1:
+            norm = float(self._ranks.add(torch.tensor([norm * norm], dtype=torch.float64))) ** 0.5
         if norm != norm or norm == float("inf"):
             bad = next((n for n, g in gradients.items() if not bool(torch.isfinite(g).all())), "the norm itself")
             raise NumericsError(
@@ -83,10 +87,10 @@ class Optimiser:
         for name, master in self.masters.items():
             if f"{name}.step" not in state:
                 continue
-            held: dict[str, Tensor] = {"step": state[f"{name}.step"].reshape(()).clone()}
+            held: dict[str, Tensor] = {"step": state[f"{name}.step"].reshape(()).clone().to(master.device)}
             for key in MOMENTS:
                 tensor = state.get(f"{name}.{key}")
                 if tensor is None or tensor.shape != master.shape:
                     raise CheckpointError("an optimiser moment is missing or mis-shaped", where=f"{name}.{key}")
-                held[key] = tensor.clone()
+                held[key] = tensor.clone().to(master.device)
             self._adam.state[master] = held

@@ -8,7 +8,8 @@ the graph and no gradient is copied through the quantiser.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from halfbyte.models.precision import Kind, Precision
 
 __all__ = ["Parameters"]
 
+Out = TypeVar("Out")
+
 
 class Parameters:
     """Masters and effective weights.
@@ -31,6 +34,7 @@ class Parameters:
         precision: what the learner's forward pass runs in.
         publish_dtype: torch.bfloat16, or torch.float32 for the exact control.
         rollout_precision: what the rollout runs in, where it is not ``precision``.
+        device: where masters and effective weights live; what is published is handed out on the CPU.
 
     Attributes:
         masters: parameter name (experts stacked) -> float32 tensor.
@@ -46,18 +50,46 @@ class Parameters:
         *,
         publish_dtype: torch.dtype = torch.bfloat16,
         rollout_precision: Precision | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        self.device = device or torch.device("cpu")
         self.arch, self.precision, self.kernels, self.publish_dtype = arch, precision, kernels, publish_dtype
         self._rollout = rollout_precision or precision
         spec = self._rollout.weight_spec
         self.scales = None if spec.global_update == "recompute" else StableScales(spec)
-        self.masters = from_checkpoint(tensors, arch, dtype=torch.float32)
+        self.masters = self._taken(tensors)
         self._published: dict[str, Tensor] = {}
-        self._effective: dict[tuple[str, Kind], Tensor] = {}
-        for name in self.masters:
-            for kind in self._kinds(name):
-                self._effective[name, kind] = torch.empty_like(self.masters[name]).requires_grad_()
+        self._effective = self._leaves()
         self.refresh()
+
+    def _taken(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The masters that this process holds."""
+        held = from_checkpoint(tensors, self.arch, dtype=torch.float32)
+        return {name: tensor.to(self.device) for name, tensor in held.items()}
+
+    def _leaves(self) -> dict[tuple[str, Kind], Tensor]:
+        """The effective weights of the masters, not filled yet."""
+        return {
+            (name, kind): torch.empty_like(master).requires_grad_()
+            for name, master in self.masters.items()
+            for kind in self._kinds(name)
+        }
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Rows [begin, end) of a parameter that ``masters`` holds: all of them in one process."""
+        return 0, len(self.masters[name])
+
+    def rows(self, name: str) -> int:
+        """Rows of a parameter over all ranks."""
+        return len(self.masters[name])
+
+    def run(self, function: Callable[[], Out]) -> Out:
+        """A whole forward pass; where weights are sharded, those outside of layers are together for as long."""
+        return function()
+
+    def layer(self, index: int, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """One layer of it; where weights are sharded, the layer's are together for as long."""
+        return function(x)
 
     def effective(self, name: str, kind: Kind | None = None) -> Tensor:
         """The leaf the forward pass uses for parameter ``name`` in ``kind`` (None: the parameter is not a matrix product)."""
@@ -96,11 +128,11 @@ class Parameters:
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor in the publish dtype) of every tensor, as the rollout receives them."""
-        return checkpoint_views(self._published, self.arch)
+        return checkpoint_views(self.published_parameters(), self.arch)
 
     def published_parameters(self) -> dict[str, Tensor]:
         """Parameter name (experts stacked) -> published tensor; the next update replaces it and never writes to it."""
-        return dict(self._published)
+        return {name: tensor.cpu() for name, tensor in self._published.items()}
 
     def published_scales(self) -> dict[str, Tensor]:
         """``<weight>.global_scale`` -> stored scale, float32 of shape (), of the weights whose scale outlives versions
@@ -160,10 +192,14 @@ class Parameters:
 
     def _fake_quantised(self, w: Tensor, spec: QuantSpec, scale_name: str, name: str) -> Tensor:
         """``w`` as the rollout's quantiser makes it, under the scale that the rollout gets."""
-        kept = None if self.scales is None or spec != self.scales.spec else self.scales.current.get(scale_name)
+        kept = self._kept_scale(spec, scale_name)
         if kept is None:
             return self.kernels.fake_quantise(w, spec, name=name)
         return self.kernels.dequantise(self.kernels.quantise(w, spec, global_scale=kept, name=name), w.dtype)
+
+    def _kept_scale(self, spec: QuantSpec, scale_name: str) -> Tensor | None:
+        """The stored global scale that is given, None where the quantiser finds its own."""
+        return None if self.scales is None or spec != self.scales.spec else self.scales.current.get(scale_name)
 
     def _rounded(self, name: str, kind: Kind, published: Tensor) -> Tensor:
         spec = self.precision.weight_spec
@@ -175,7 +211,7 @@ class Parameters:
         if kind == "bf16" or any(k % spec.block for k in inputs):  # the rollout falls back to BF16 in the same way
             return published.bfloat16().float()
         if published.dim() == 3:  # experts: one global scale an expert
-            keys = self._expert_keys(name)
+            keys = self._expert_keys(name)[self.span(name)[0] :]
             return torch.stack(
                 [self._fake_quantised(w, spec, keys[i], f"{name}[{i}]") for i, w in enumerate(published)]
             )

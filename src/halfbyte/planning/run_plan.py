@@ -161,6 +161,7 @@ def plan_run(arch: Architecture, fleet: Fleet, work: Workload) -> RunPlan:
             copies=fleet.copies,
             profile="max" if work.profile == "max" else "fast",
             encode_threads=fleet.encode_threads,
+            tensors=len(parameter_shapes(arch)),
         )
     )
     rollout = None if work.rollout_rate is None else responses / (work.rollout_rate * fleet.workers)

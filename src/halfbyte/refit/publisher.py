@@ -13,17 +13,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfbyte.refit.arrays import TensorInfo, flat_bytes, info_of
+from halfbyte.refit.arrays import Bytes, TensorInfo, flat_bytes, info_of
 from halfbyte.refit.baseline import baseline_target
-from halfbyte.refit.codec import BLOCK, Profile
+from halfbyte.refit.codec import BLOCK, Profile, TensorDelta, apply, encode
 from halfbyte.refit.disk import Disk
 from halfbyte.refit.draft import Draft, Row, changed_rows, delta_row, pack, whole_rows
-from halfbyte.refit.errors import CorruptError, FencedError, RewoundError, StoreConflictError, StoreError
+from halfbyte.refit.errors import (
+    CorruptError,
+    FencedError,
+    RewoundError,
+    StoreConflictError,
+    StoreError,
+    WrongBaseError,
+)
 from halfbyte.refit.fold import prepare_update
 from halfbyte.refit.head import Head
 from halfbyte.refit.history import History
 from halfbyte.refit.keys import manifest_key, object_key
-from halfbyte.refit.manifest import Kind, Manifest, ObjectRef, Signer
+from halfbyte.refit.manifest import Kind, Manifest, ObjectRef, Signer, TensorChange
 from halfbyte.refit.parallel import each, worker_threads
 from halfbyte.refit.patch import Stamp, Update
 from halfbyte.refit.prepare import Names, Plan, advance
@@ -174,6 +181,57 @@ class Publisher:
                 given up as lost came through late; publish again.)
         """
         started = time.perf_counter()
+        number = self._number(version)
+        return self._commit(self._encode(number, tensors, infos or {}, statistics or {}), started)
+
+    def publish_deltas(self, deltas: Mapping[str, TensorDelta], *, version: int | None = None) -> Published:
+        """:meth:`publish`, where each change was encoded beside the weights: a tensor without a delta stays as it is.
+
+        Arguments:
+            deltas: tensor of HEAD -> its change, from HEAD's values; of the same weights the same bytes are published.
+        Raises:
+            WrongBaseError: a delta for a tensor that HEAD does not have, or from other values.
+        """
+        started = time.perf_counter()
+        number, infos = self._number(version), self._state.infos
+        changed = {name: delta for name, delta in sorted(deltas.items()) if not delta.is_noop}
+        unknown = [name for name in changed if name not in infos]
+        if unknown or self.head.version is None:
+            raise WrongBaseError(f"a delta without the tensor it changes: {', '.join(unknown[:3]) or 'no version yet'}")
+        rows: list[Row] = [
+            (TensorChange(infos[name], "patch", 0, delta.changed), delta.to_bytes()) for name, delta in changed.items()
+        ]
+        kind = self._kind(number, rows, infos)
+        if kind == "full":
+
+            def now(name: str) -> Bytes:
+                data = self._target.read(name)
+                if name in changed:
+                    data = data.copy()
+                    if apply(infos[name].dtype, data, changed[name]).damaged:
+                        raise WrongBaseError(f"the delta of tensor {name!r} starts from other values")
+                return data
+
+            rows = whole_rows(infos, now)
+        return self._commit(self._follow(number, kind, rows, self._aliases, {}), started)
+
+    def held(self, name: str) -> Bytes:
+        """The bytes of HEAD's tensor of that name, not to be written to."""
+        return self._target.read(name)
+
+    def delta(self, name: str, array: Any) -> TensorDelta:
+        """How ``array`` differs from HEAD's tensor of that name, for :meth:`publish_deltas`."""
+        info, base = self._state.infos[name], self._state.hashes(name)
+        return encode(
+            info.dtype,
+            self._target.read(name),
+            flat_bytes(array),
+            self.options.profile,
+            block=self._state.block,
+            base_hashes=base,
+        )
+
+    def _number(self, version: int | None) -> int:
         self.settle()
         last = self.head.version
         number = (0 if last is None else last + 1) if version is None else version
@@ -184,7 +242,9 @@ class Publisher:
                 expected="a larger one",
                 fix="rewind() first, if the trainer resumed from a checkpoint",
             )
-        following = self._encode(number, tensors, infos or {}, statistics or {})
+        return number
+
+    def _commit(self, following: _Next, started: float) -> Published:
         encoded = time.perf_counter()
         draft, m = following.draft, following.draft.manifest
         self._put(draft)
@@ -276,15 +336,21 @@ class Publisher:
     ) -> _Next:
         arrays, aliases = untie(tensors, self.options.ties)
         found = {name: infos.get(name) or info_of(name, array) for name, array in arrays.items()}
-        head, kind, rows = self.head, "full", []
-        if head.version is not None:
+        kind, rows = "full", list[Row]()
+        if self.head.version is not None:
             rows = changed_rows(self._state, self._target.read, arrays, found, self.options.profile, self.threads)
-            size = sum(memoryview(data).nbytes for _, data in rows)
-            if size <= self.options.density * sum(info.bytes for info in found.values()):
-                kind = "skip" if version != head.version + 1 else "delta" if rows else "noop"
+            kind = self._kind(version, rows, found)
         if kind == "full":
             rows = whole_rows(found, lambda name: flat_bytes(arrays[name]))
         return self._follow(version, kind, rows, aliases, statistics)
+
+    def _kind(self, version: int, rows: Sequence[Row], infos: Mapping[str, TensorInfo]) -> str:
+        """How a version with these changes is best written."""
+        size = sum(memoryview(data).nbytes for _, data in rows)
+        if size > self.options.density * sum(info.bytes for info in infos.values()):
+            return "full"
+        assert self.head.version is not None
+        return "skip" if version != self.head.version + 1 else "delta" if rows else "noop"
 
     def _follow(
         self,

@@ -20,10 +20,11 @@ class RunProgress:
         total: number of steps.
         start: steps already done (after a resume).
         every: seconds between plain lines when the output is not a terminal.
+        quiet: show nothing.
     """
 
-    def __init__(self, total: int, start: int, every: float = 10.0) -> None:
-        self._console = Console(file=sys.stderr)
+    def __init__(self, total: int, start: int, every: float = 10.0, *, quiet: bool = False) -> None:
+        self._console = Console(file=sys.stderr, quiet=quiet)
         self._total, self._start, self._every, self._last = total, start, every, 0.0
         self._bar: Progress | None = None
         self._task: Any = None

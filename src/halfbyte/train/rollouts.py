@@ -24,7 +24,7 @@ from halfbyte.refit.patch import Stamp, Update
 from halfbyte.rollout.code_changes import CodeChanges, code_changes
 from halfbyte.rollout.engine import Engine
 from halfbyte.rollout.packer import Source
-from halfbyte.rollout.refit_target import SharedEngineTarget
+from halfbyte.rollout.refit_target import EngineTarget, SharedEngineTarget
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.collect import play
 
@@ -144,7 +144,7 @@ class Rollouts(Protocol):
         """Stop playing and let go of everything; also after an error, and twice."""
 
 
-def deploy_to(target: SharedEngineTarget, update: Update) -> Deployed:
+def deploy_to(target: EngineTarget, update: Update) -> Deployed:
     """Deploy to an engine of this process. Errors as in :meth:`Rollouts.deploy`."""
     before, started = target.engine.weights, time.perf_counter()
     pause = take_update(target, update)
@@ -167,7 +167,7 @@ class LocalRollouts:
         self, engine: Engine, environment: Environment, tokenizer: Tokenizer, prompt_limit: int | None = None
     ) -> None:
         self.engine, self.environment, self.tokenizer, self.prompt_limit = engine, environment, tokenizer, prompt_limit
-        self.target: SharedEngineTarget
+        self.target: EngineTarget
         self._done: dict[int, list[Trajectory]] = {}
         self._busy, self._since = 0.0, time.perf_counter()
 

@@ -14,28 +14,27 @@ from torch import Tensor
 from halfbyte.config import Config, difference
 from halfbyte.envs import Environment, Split, make_env
 from halfbyte.errors import ConfigError, DataError
-from halfbyte.guidance.cache import Shelf
 from halfbyte.guidance.plan import Plan
 from halfbyte.kernels import active
+from halfbyte.kernels.registry import for_device
 from halfbyte.learner.learner import Learner
+from halfbyte.learner.ranks import Ranks
 from halfbyte.models.checkpoint_writer import save_checkpoint
-from halfbyte.models.open_model import model_folder, open_model
+from halfbyte.models.open_model import open_model
 from halfbyte.models.precision import precision_from
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.objective import delimiter_flags
-from halfbyte.rollout.engine import Engine, EngineOptions
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.alignment import make_alignment
-from halfbyte.train.background import BackgroundRollouts
 from halfbyte.train.collect import encode_prompt
+from halfbyte.train.device import device_of
 from halfbyte.train.flight import Flight, load_flight
-from halfbyte.train.rollouts import LocalRollouts, Rollouts
+from halfbyte.train.opening import open_rollouts
+from halfbyte.train.ranks import folder_of, open_weights, ranks_of, sharding
 from halfbyte.train.run_folder import RunFolder, environment
 from halfbyte.train.state import Progress, latest_checkpoint, load_state
 from halfbyte.train.tracker import make_tracker
 from halfbyte.train.trainer import Trainer
-from halfbyte.train.vllm_rollouts import VllmRollouts, VllmSettings
-from halfbyte.train.weights import WeightPath
 
 __all__ = ["run"]
 
@@ -53,6 +52,7 @@ FREE = (
     "rollout.server_arguments",
     "rollout.store",
     "rollout.verify_every",
+    "learner.rank_timeout",
 )
 #: finite data sets up to this size are checked before the first step
 CHECKED_PROMPTS = 20_000
@@ -67,9 +67,14 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
     Raises:
         UserError: anything the user can mend; the run folder keeps what it had.
     """
-    folder = RunFolder(Path(config.train.out))
+    with ranks_of(config) as ranks:
+        return _run(config, ranks, resume=resume, overwrite=overwrite)
+
+
+def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
+    folder = folder_of(Path(config.train.out), ranks)
     _refuse_to_mix(folder, config, resume=resume, overwrite=overwrite)
-    kernels = active()
+    kernels, device = active(), device_of(config)
     rollout_precision = precision_from(config.precision)
     learner_precision = (
         rollout_precision if config.learner.precision == "same" else precision_from(config.learner.precision)
@@ -102,7 +107,8 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         rollout_precision=rollout_precision,
         config=config.learner,
         objective_config=config.objective,
-        kernels=kernels,
+        kernels=for_device(device.type),
+        device=device,
         total_steps=config.train.steps,
         seed=config.train.seed,
         max_response_tokens=config.rollout.max_tokens,
@@ -112,6 +118,7 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
             arch, rollout_precision, tensors, kernels, version=0, n_positions=longest
         ),
         delimiters=_delimiters(tokenizer, arch.vocab_size) if config.objective.segmenter == "delimiter" else None,
+        **sharding(ranks),
     )
     progress, flight = Progress(), Flight()
     saved = latest_checkpoint(folder.path / "checkpoints") if resume else None
@@ -123,39 +130,39 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
                 f"the run has done {progress.step} steps", where="train.steps", expected=f"at least {progress.step}"
             )
     recorded = guidance if progress.guidance is None else Plan.from_json(progress.guidance)
-    rollouts: Rollouts
-    if config.rollout.backend == "vllm":
-        rollouts = VllmRollouts(
-            _vllm_settings(config, folder, longest), arch, rollout_precision, env, tokenizer, prompt_limit
-        )
-        rollouts.guide(recorded)
-    else:
-        engine = Engine(
-            arch,
-            rollout_precision,
-            dict(learner.parameters.published()) | learner.parameters.published_scales(),
-            detokeniser=tokenizer,
-            options=engine_options(config, longest),
-            kernels=kernels,
-            version=progress.version,
-            guidance=recorded,
-            shelf=Shelf(config.alignment.memory_mb, folder.path),
-        )
-        rollouts = LocalRollouts(engine, env, tokenizer, prompt_limit)
-        if config.rollout.overlap:
-            width = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-            rollouts = BackgroundRollouts(engine, env, tokenizer, recorded, width=width, prompt_limit=prompt_limit)
+    tensors = dict(learner.parameters.published()) | learner.parameters.published_scales()
+    rollouts = open_rollouts(
+        config,
+        ranks,
+        arch,
+        rollout_precision,
+        kernels,
+        tensors,
+        version=progress.version,
+        environment=env,
+        tokenizer=tokenizer,
+        longest=longest,
+        prompt_limit=prompt_limit,
+        guidance=recorded,
+        folder=folder.path,
+    )
     _check_prompts(env, tokenizer, prompt_limit)
-    tracker = make_tracker(config.train.tracker, project="halfbyte", name=folder.path.name, config=config.to_json())
+    tracker = make_tracker(
+        config.train.tracker if ranks.rank == 0 else None,
+        project="halfbyte",
+        name=folder.path.name,
+        config=config.to_json(),
+    )
     with folder.locked():
-        if overwrite:
+        if overwrite and ranks.rank == 0:
             _clear(folder)
         folder.create()
         folder.rewind(progress.step if saved is not None else -1)
         folder.write_json("config.json", config.to_json())
         folder.write_json("environment.json", environment(config.train.seed))
         with closing(rollouts):
-            weights = WeightPath(folder.path / "refit", rollouts, learner, progress.version, delta_precision)
+            weights = open_weights(folder.path / "refit", rollouts, learner, tensors, progress.version, delta_precision)
+            del tensors
             trainer = Trainer(
                 config, folder, rollouts, learner, env, tokenizer, tracker, weights, progress, guidance, flight
             )
@@ -164,41 +171,18 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int
         tracker.finish()
         if not complete:
             return 130
+        published = dict(learner.parameters.published())
+        if ranks.rank:
+            return 0
         save_checkpoint(
             folder.path / "model",
             arch,
-            dict(learner.parameters.published()),
+            published,
             tokenizer_from=checkpoint.tokenizer_path,
             overwrite=True,
         )
         folder.write_json("summary.json", trainer.summary())
     return 0
-
-
-def engine_options(config: Config, longest: int) -> EngineOptions:
-    """The engine's budgets as the ``rollout`` section says, for sequences of up to ``longest`` tokens."""
-    rollout = config.rollout
-    return EngineOptions(
-        max_batch_tokens=rollout.max_batch_tokens,
-        max_sequences=rollout.max_sequences,
-        kv_memory_mb=rollout.kv_memory_mb,
-        page_size=rollout.page_size,
-        max_length=longest,
-    )
-
-
-def _vllm_settings(config: Config, folder: RunFolder, longest: int) -> VllmSettings:
-    rollout = config.rollout
-    return VllmSettings(
-        rollout.url,
-        rollout.python,
-        model_folder(config.model.path),
-        folder.path / "vllm.log",
-        max_length=longest,
-        arguments=rollout.server_arguments,
-        store=rollout.store,
-        verify_every=rollout.verify_every,
-    )
 
 
 def _refuse_to_mix(folder: RunFolder, config: Config, *, resume: bool, overwrite: bool) -> None:

@@ -24,7 +24,7 @@ from halfbyte import __version__
 from halfbyte.errors import ConfigError, DataError
 from halfbyte.kernels import describe
 
-__all__ = ["RunFolder", "environment", "write_atomic"]
+__all__ = ["Bystander", "RunFolder", "environment", "write_atomic"]
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers", "pydantic", "reasoning-gym", "math-verify")
 
@@ -155,3 +155,27 @@ class RunFolder:
         """Write sampled trajectories of a step as JSON lines."""
         text = "".join(json.dumps(row) + "\n" for row in rows)  # ASCII: a reward's text may hold lone surrogates
         write_atomic(self.path / "trajectories" / f"step_{step:06d}.jsonl", text)
+
+
+class Bystander(RunFolder):
+    """The run folder of a rank that does not lead: it is read, and rank 0 writes."""
+
+    def create(self) -> None:
+        """Rank 0 does."""
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Rank 0 does."""
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Rank 0 holds it for all."""
+        yield
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Rank 0 does."""
+
+    def rewind(self, step: int) -> None:
+        """Rank 0 does."""
+
+    def save_trajectories(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Rank 0 does."""

@@ -2,7 +2,8 @@
 on to the same numbers.
 
 A checkpoint is a folder ``checkpoints/step_000100`` that is written under a hidden name, synced, and renamed. There is no
-random state to save: prompts, sampling and mini-batch order are functions of (seed, step).
+random state to save: prompts, sampling and mini-batch order are functions of (seed, step). One process writes its tensors to
+one file; of several ranks each writes its own rows (``models/shards.py``), and any number of ranks reads either.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from halfbyte.errors import CheckpointError
 from halfbyte.learner.learner import Learner
 from halfbyte.models.safetensors_io import SafetensorsFile, write_safetensors
+from halfbyte.models.shards import ShardedTensors, open_tensors, write_shard
 from halfbyte.train.flight import Flight, save_flight
 from halfbyte.train.run_folder import write_atomic
 
@@ -48,28 +53,57 @@ class Progress:
 
 def save_state(folder: Path, learner: Learner, progress: Progress, keep: int, flight: Flight | None = None) -> Path:
     """Write ``folder/step_NNNNNN`` (masters, optimiser, reference statistics, counters, what is in flight); keep the newest
-    ``keep``."""
+    ``keep``. Of several ranks all call it; it is whole when the call returns."""
     flight = flight or Flight()
     progress.in_flight = len(flight.batches)
     target = folder / f"step_{progress.step:06d}"
     work = folder / f".{target.name}.tmp"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    write_safetensors(work / "masters.safetensors", learner.parameters.masters)
-    write_safetensors(work / "optimiser.safetensors", learner.optimiser.state())
-    write_atomic(work / "memory.json", json.dumps(learner.memory(), indent=2))
-    if learner.parameters.scales is not None:
-        write_safetensors(work / "scales.safetensors", learner.parameters.scales.state())
-    save_flight(work, flight)
-    write_atomic(work / "state.json", json.dumps(asdict(progress), indent=2))
-    _sync_folder(work)
-    if target.exists():
-        shutil.rmtree(target)
-    work.rename(target)
-    _sync_folder(folder)
-    for old in _by_step(folder)[:-keep]:
-        shutil.rmtree(old)
+    ranks, parameters = learner.ranks, learner.parameters
+    if ranks.rank == 0:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+    ranks.wait()
+    optimiser = learner.optimiser.state()
+    if ranks.size == 1:
+        write_safetensors(work / "masters.safetensors", parameters.masters)
+        write_safetensors(work / "optimiser.safetensors", optimiser)
+    else:
+        _write_shards(work, learner, optimiser)
+    if ranks.rank == 0:
+        write_atomic(work / "memory.json", json.dumps(learner.memory(), indent=2))
+        if parameters.scales is not None:
+            write_safetensors(work / "scales.safetensors", parameters.scales.state())
+        save_flight(work, flight)
+        write_atomic(work / "state.json", json.dumps(asdict(progress), indent=2))
+    ranks.wait()
+    if ranks.rank == 0:
+        _sync_folder(work)
+        if target.exists():
+            shutil.rmtree(target)
+        work.rename(target)
+        _sync_folder(folder)
+        for old in _by_step(folder)[:-keep]:
+            shutil.rmtree(old)
+    ranks.wait()
     return target
+
+
+def _write_shards(folder: Path, learner: Learner, optimiser: Mapping[str, Tensor]) -> None:
+    rank, parameters = learner.ranks.rank, learner.parameters
+    first = {name: parameters.span(name)[0] for name in parameters.masters}
+    masters = {name: master for name, master in parameters.masters.items() if len(master)}
+    if masters:
+        write_shard(folder / "masters", rank, masters, first)
+    moments = {}
+    for key, tensor in optimiser.items():
+        name, _, what = key.rpartition(".")
+        if (rank == 0) if what == "step" else name in masters:  # a step count is the same on all ranks
+            moments[key] = tensor
+    if moments:
+        write_shard(folder / "optimiser", rank, moments, {key: first[key.rpartition(".")[0]] for key in moments})
+    for name in ("masters", "optimiser"):
+        if (folder / name).exists():
+            _sync_folder(folder / name)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -96,15 +130,16 @@ def load_state(path: Path, learner: Learner) -> Progress:
         raise CheckpointError(
             f"unreadable training state: {error}", where=str(path / "state.json"), fix="delete this checkpoint folder"
         ) from error
-    masters = SafetensorsFile(path / "masters.safetensors")
+    masters = open_tensors(path, "masters")
     for name, master in learner.parameters.masters.items():
-        if name not in masters or masters[name].shape != master.shape:
+        shape = (learner.parameters.rows(name), *master.shape[1:])
+        if name not in masters or masters.shape(name) != shape:
             raise CheckpointError("a master weight is missing or mis-shaped", where=f"{path}: {name}")
-        master.copy_(masters[name])
+        master.copy_(masters.rows(name, *learner.parameters.span(name)))
     if learner.parameters.scales is not None:
         learner.parameters.restore_scales(SafetensorsFile(path / "scales.safetensors"))
     learner.parameters.refresh()
-    learner.optimiser.load_state(SafetensorsFile(path / "optimiser.safetensors"))
+    learner.optimiser.load_state(_own_moments(open_tensors(path, "optimiser"), learner))
     if (path / "memory.json").exists():  # checkpoints of earlier versions have none
         try:
             learner.remember(json.loads((path / "memory.json").read_text(encoding="utf-8")))
@@ -115,6 +150,24 @@ def load_state(path: Path, learner: Learner) -> Progress:
                 fix="delete this checkpoint",
             ) from error
     return progress
+
+
+def _own_moments(stored: ShardedTensors, learner: Learner) -> dict[str, Tensor]:
+    """The optimiser's state of the rows that this process holds.
+
+    Raises:
+        CheckpointError: a moment is not as long as its parameter.
+    """
+    parameters, own = learner.parameters, {}
+    for key in stored:
+        name, _, what = key.rpartition(".")
+        if what == "step" or name not in parameters.masters:
+            own[key] = stored[key]
+            continue
+        if stored.shape(key)[0] != parameters.rows(name):
+            raise CheckpointError("an optimiser moment is missing or mis-shaped", where=f"{stored.where}: {key}")
+        own[key] = stored.rows(key, *parameters.span(name))
+    return own
 
 
 def _sync_folder(folder: Path) -> None:

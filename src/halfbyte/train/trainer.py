@@ -14,6 +14,7 @@ from halfbyte.errors import NumericsError, RefitError, UserError
 from halfbyte.guidance.choice import choose
 from halfbyte.guidance.plan import Plan
 from halfbyte.learner.learner import Learner
+from halfbyte.learner.ranks import any_of, shared
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.models.trajectory import SamplingParams, Trajectory
 from halfbyte.rollout.weights import RolloutWeights
@@ -31,7 +32,7 @@ from halfbyte.train.saved import add_decisions, saved_rows
 from halfbyte.train.state import Progress, save_state
 from halfbyte.train.step_metrics import ages, mean, rollout_metrics
 from halfbyte.train.tracker import Tracker
-from halfbyte.train.weights import WeightPath
+from halfbyte.train.weights import WayOfWeights
 
 __all__ = ["Trainer"]
 
@@ -59,7 +60,7 @@ class Trainer:
         environment: Environment,
         tokenizer: Tokenizer,
         tracker: Tracker,
-        weights: WeightPath,
+        weights: WayOfWeights,
         progress: Progress,
         guidance: Plan,
         flight: Flight | None = None,
@@ -104,19 +105,22 @@ class Trainer:
         try:
             return self._run()
         except UserError as error:
-            if self.progress.step and not isinstance(error, NumericsError | RefitError):  # these strike in mid-step
+            agreed = error.common or self.learner.ranks.size == 1
+            strikes_in_mid_step = isinstance(error, NumericsError | RefitError)
+            if self.progress.step and agreed and not strikes_in_mid_step:
                 self._save_what_is_whole()
             raise
 
     def _run(self) -> bool:
         config, progress = self.config, self.progress
-        with RunProgress(config.train.steps, progress.step) as display:
+        ranks = self.learner.ranks
+        with RunProgress(config.train.steps, progress.step, quiet=ranks.rank > 0) as display:
             self._warn_of_staleness(display)
             if progress.step == 0:
                 row = self._evaluate()
                 progress.accuracy_before = row["eval/accuracy"]
                 display.say(f"held-out accuracy before: {row['eval/accuracy']:.3f}")
-            while progress.step < config.train.steps and not self.stop:
+            while progress.step < config.train.steps and not any_of(ranks, self.stop):
                 row = self._step(display)
                 progress.step += 1
                 self._record(progress.step, "train", row)
@@ -299,6 +303,7 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         done = [r for r in self.folder.rows() if r["kind"] == "eval" and r["step"] == self.progress.step]
+        done = shared(self.learner.ranks, done)
         if done:  # a run killed after this evaluation has its row already
             return dict(done[-1])
         config = self.config.eval

@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -21,7 +22,7 @@ from halfbyte.models.precision import Precision
 from halfbyte.refit.disk import Disk
 from halfbyte.refit.head import read_head
 from halfbyte.refit.patch import Update
-from halfbyte.refit.publisher import Publisher, PublishOptions
+from halfbyte.refit.publisher import Published, Publisher, PublishOptions
 from halfbyte.refit.retention import Retention, collect
 from halfbyte.refit.state import StateHash
 from halfbyte.refit.store.filesystem import FilesystemStore
@@ -30,7 +31,7 @@ from halfbyte.rollout.packer import Source
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.rollouts import Rollouts, WeightSource
 
-__all__ = ["WeightPath"]
+__all__ = ["OPTIONS", "WayOfWeights", "WeightPath"]
 
 #: Versions between two collections of what no reader needs any more.
 COLLECT_EVERY = 64
@@ -46,6 +47,18 @@ class _Unsynced(Disk):
         """Left to the system."""
 
 
+class WayOfWeights(Protocol):
+    """From the learner to the rollouts."""
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Make the learner's weights the next version, in the store and in the rollouts; metrics of the step.
+
+        Raises:
+            RefitError, NumericsError: the rollouts serve the version they served.
+        """
+        ...
+
+
 class WeightPath:
     """Opens the store of a run: a new one, or that of a run that goes on from ``version``.
 
@@ -55,12 +68,19 @@ class WeightPath:
         learner: whose weights are published.
         version: the weight version they have.
         delta_precision: in which code changes are counted where the rollouts hold no FP4 weights.
+        options: how versions are written.
     """
 
     def __init__(
-        self, folder: Path, rollouts: Rollouts, learner: Learner, version: int, delta_precision: Precision | None = None
+        self,
+        folder: Path,
+        rollouts: Rollouts,
+        learner: Learner,
+        version: int,
+        delta_precision: Precision | None = None,
+        options: PublishOptions = OPTIONS,
     ) -> None:
-        self.folder, self.rollouts, self.learner = folder, rollouts, learner
+        self.folder, self.rollouts, self.learner, self.options = folder, rollouts, learner, options
         self.store = FilesystemStore(folder, disk=_Unsynced())
         tensors = self._tensors()
         self.publisher = self._resumed(tensors, version) or self._begun(tensors, version)
@@ -78,15 +98,14 @@ class WeightPath:
         Raises:
             RefitError, NumericsError: the rollouts serve the version they served.
         """
-        shadow, tensors = self.shadow, self._tensors()
-        done = self.publisher.publish(tensors, version=version)
+        shadow, done = self.shadow, self._next(version)
         assert done.update is not None
         deployed = self.rollouts.deploy(done.update)
         if version % COLLECT_EVERY == 0:
             collect(self.store, Retention(versions=COLLECT_EVERY))
         codes = deployed.codes
         if shadow is not None:
-            self.shadow = self._packed(shadow.precision, tensors)
+            self.shadow = self._packed(shadow.precision, self._tensors())
             codes = code_changes(shadow, self.shadow)
         fp4 = {}
         if codes.codes:
@@ -105,6 +124,10 @@ class WeightPath:
             "time/stage": deployed.stage_seconds,
             "time/pause": deployed.pause_seconds,
         }
+
+    def _next(self, version: int) -> Published:
+        """Put the learner's weights into the store."""
+        return self.publisher.publish(self._tensors(), version=version)
 
     def _packed(self, precision: Precision, tensors: dict[str, Tensor]) -> RolloutWeights:
         """The weights as a rollout in ``precision`` would hold them; nothing runs on them."""
@@ -125,10 +148,10 @@ class WeightPath:
             found = read_head(self.store)
             if found is None:
                 return None
-            publisher = Publisher(self.store, found[0].run, options=OPTIONS)
+            publisher = Publisher(self.store, found[0].run, options=self.options)
             if publisher.head.version != version:
                 publisher.rewind(version)
-            same = StateHash.of(tensors, OPTIONS.block).digest() == publisher.head.state
+            same = StateHash.of(tensors, publisher.options.block).digest() == publisher.head.state
             return publisher if same else None
         except RefitError:
             return None
@@ -136,7 +159,7 @@ class WeightPath:
     def _begun(self, tensors: dict[str, Tensor], version: int) -> Publisher:
         shutil.rmtree(self.folder, ignore_errors=True)
         name = re.sub(r"[^A-Za-z0-9._-]", "-", self.folder.resolve().parent.name).strip("-._")[:60] or "run"
-        publisher = Publisher(self.store, f"{name}-{secrets.token_hex(4)}", options=OPTIONS)
+        publisher = Publisher(self.store, f"{name}-{secrets.token_hex(4)}", options=self.options)
         publisher.publish(tensors, version=version)
         return publisher
 

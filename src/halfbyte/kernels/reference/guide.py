@@ -106,21 +106,22 @@ def _toward(x: Tensor, payload: Payload, shift: float) -> Tensor:
     z = scaled_elements(tiles, s, g, inverse, spec).clamp(-E2M1_MAX, E2M1_MAX)
     index = _pick(z, payload.residues().reshape(z.shape), payload.bits, spec, shift)
     index = torch.where(s > 0, index, 0)
-    return ((_GRID[index + _TOP] * s) * g).reshape(x.shape).to(x.dtype)
+    return ((_GRID.to(x.device)[index + _TOP] * s) * g).reshape(x.shape).to(x.dtype)
 
 
 def _pick(z: Tensor, residue: Tensor, bits: PayloadBits, spec: QuantSpec, shift: float) -> Tensor:
     """Signed indices, int64, of the values that replace z."""
     if shift == 0:
         return signed_index(encode_e2m1(z, spec.ties, spec.zero_sign)).long()
-    low = (torch.bucketize(z, _GRID, right=True) - 1 - _TOP).clamp(max=_TOP - 1)
-    high = torch.where(z <= -E2M1_MAX, 1 - _TOP, torch.bucketize(z, _GRID) - _TOP)
+    grid = _GRID.to(z.device)
+    low = (torch.bucketize(z, grid, right=True) - 1 - _TOP).clamp(max=_TOP - 1)
+    high = torch.where(z <= -E2M1_MAX, 1 - _TOP, torch.bucketize(z, grid) - _TOP)
     target = _target(low, high, residue, bits)
     if shift == 1:
         return target
     inside = torch.minimum(torch.maximum(target, low), high)  # a grid point stays one unless the shift is full
-    reach = torch.tensor((1.0 + shift) / 2.0) * (_GRID[high + _TOP] - _GRID[low + _TOP])
-    near = (z - _GRID[inside + _TOP]).abs() <= reach
+    reach = torch.tensor((1.0 + shift) / 2.0) * (grid[high + _TOP] - grid[low + _TOP])
+    near = (z - grid[inside + _TOP]).abs() <= reach
     return torch.where(near, inside, low + high - inside)
 
 

@@ -58,7 +58,7 @@ def token_logprobs(
     check_supports(z.shape, ids, supports)
     kept = None
     if supports is not None and any(s is not None for s in supports):
-        kept = torch.ones(z.shape, dtype=torch.bool)
+        kept = torch.ones(z.shape, dtype=torch.bool, device=z.device)
         for row, support in enumerate(supports):
             if support is not None:
                 kept[row] = False

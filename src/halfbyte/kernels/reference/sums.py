@@ -35,7 +35,7 @@ def block_sums(x: Tensor) -> Tensor:
 
 def running_sum(x: Tensor) -> Tensor:
     """Float64 running sums along the last dimension, strictly in order (numpy defines ``accumulate`` as sequential)."""
-    return torch.from_numpy(np.add.accumulate(x.to(torch.float64).numpy(), axis=-1))
+    return torch.from_numpy(np.add.accumulate(x.to(torch.float64).cpu().numpy(), axis=-1)).to(x.device)
 
 
 def lane_sum(x: Tensor) -> Tensor:

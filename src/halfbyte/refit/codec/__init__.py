@@ -13,6 +13,7 @@ from halfbyte.refit.codec.apply import Applied, BlockUndo, Undo, apply, commit, 
 from halfbyte.refit.codec.blocks import BLOCK, Hashes, block_count, block_hash, block_hashes, block_span
 from halfbyte.refit.codec.delta import BlockKind, Coding, TensorDelta
 from halfbyte.refit.codec.encode import Profile, encode
+from halfbyte.refit.codec.join import joined, whole_blocks
 from halfbyte.refit.codec.prepare import BlockState, Prepared, decode, prepare
 from halfbyte.refit.codec.registry import available, kernels
 
@@ -37,7 +38,9 @@ __all__ = [
     "commit",
     "decode",
     "encode",
+    "joined",
     "kernels",
     "prepare",
     "revert",
+    "whole_blocks",
 ]
