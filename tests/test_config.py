@@ -292,6 +292,20 @@ def test_mistakes_in_a_file_name_the_key_and_the_file(tmp_path: Path, text: str,
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("sets", "wanted"),
+    [
+        (["rollout.in_flight=true"], "overlap = true"),
+        (["rollout.overlap=true", "rollout.partial=true"], "in_flight = true"),
+        (["rollout.staleness=-1"], "staleness"),
+    ],
+)
+def test_ways_to_be_asynchronous_that_need_another_are_refused(sets: list[str], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        load_config(sets=sets)
+    load_config(sets=["rollout.overlap=true", "rollout.in_flight=true", "rollout.partial=true", "rollout.staleness=3"])
+
+
 def test_a_mistake_is_blamed_on_what_made_it(tmp_path: Path) -> None:
     file = toml(tmp_path, "[train]\nsteps = 3\nsead = 1\n")
     with pytest.raises(ConfigError) as caught:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "ClusterError",
     "ConfigError",
     "DataError",
     "MissingExtraError",
@@ -69,6 +70,10 @@ class NumericsError(UserError):
 
 class RefitError(UserError):
     """A delta, manifest, object or store that cannot be used, or weights that are not the version a delta starts from."""
+
+
+class ClusterError(UserError):
+    """Workers or machines of a run that cannot be started, or do not come back."""
 
 
 class MissingExtraError(UserError):

@@ -25,6 +25,7 @@ from halfbyte.cli.serve import serve
 from halfbyte.cli.study import make_study
 from halfbyte.cli.train import train
 from halfbyte.cli.trial import make_trial
+from halfbyte.cli.workers import workers
 from halfbyte.errors import UserError
 
 __all__ = ["main", "make_app"]
@@ -39,7 +40,7 @@ def make_app() -> App:
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
     )
-    for command in (train, generate, quantize, serve, plan, report, diagnose, doctor):
+    for command in (train, generate, quantize, serve, plan, report, diagnose, doctor, workers):
         app.command(command)
     app.command(make_bench())
     app.command(make_refit())

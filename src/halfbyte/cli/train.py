@@ -31,6 +31,10 @@ def train(
         flag("section.key=value; may be repeated."),
     ] = (),
     threads: Annotated[int | None, Parameter(help="Threads; all usable cores by default.")] = None,
+    ray_address: Annotated[
+        str | None,
+        Parameter(help="Play on workers of this Ray cluster: host:port of its head, or auto on one of its nodes."),
+    ] = None,
 ) -> int:
     """Train a policy by reinforcement learning with FP4 rollouts; the run folder ends with report.html."""
     from halfbyte.config import load_config
@@ -43,6 +47,7 @@ def train(
         "train.seed": seed,
         "train.out": out,
         "train.threads": threads,
+        "rollout.backend": None if ray_address is None else "ray",
     }
     resolved = load_config(config, settings, flags)
     saved = Path(resolved.train.out) / "config.json"
@@ -53,7 +58,7 @@ def train(
     from halfbyte.report import build
     from halfbyte.train import run
 
-    code = run(resolved, resume=resume, overwrite=overwrite)
+    code = run(resolved, resume=resume, overwrite=overwrite, ray_address=ray_address)
     if os.environ.get("RANK", "0") != "0":  # of several ranks (torchrun) the first speaks
         return code
     print(f"report: {build(resolved.train.out)}")

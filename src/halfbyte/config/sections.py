@@ -70,10 +70,12 @@ class RolloutConfig(Section):
         url: address of a running vLLM server; without it one is started.
         python: interpreter of the environment that holds vLLM, for a server of our own.
         server_arguments: more of such a server's command line.
-        store: address of the run's refit store as the vLLM server reaches it; its folder by default.
         verify_every: compare the vLLM server with a fresh load after so many updates; 0 never does.
         workers: of a backend that has any.
         resources: what each worker reserves, by name (``CPU``, ``GPU``, names of your own).
+        store: how workers on Ray read new weights: from the run ``folder``, on a file system that all share, or by ``http`` from
+            the run itself; ``auto`` is ``folder`` where all workers are on this machine. For a vLLM server: the address of the
+            run's refit store as the server reaches it, or ``auto`` for its folder.
         staleness: k: tokens may come from weights up to k updates older than those they train; 0 is synchronous.
         overlap: generate beside the learner. Without it the k batches ahead are generated between the steps.
         in_flight: new weights reach samples in flight at their next token; otherwise the weights that begin a batch finish it.
@@ -96,10 +98,10 @@ class RolloutConfig(Section):
     url: Text | None = None
     python: Text | None = None
     server_arguments: tuple[Text, ...] = ()
-    store: Text | None = None
     verify_every: Natural = 1
     workers: Count = 1
     resources: dict[Text, NotNegative] = Field(default_factory=dict)
+    store: Text = "auto"
     staleness: Natural = 0
     overlap: bool = False
     in_flight: bool = False
@@ -113,8 +115,14 @@ class RolloutConfig(Section):
             raise ValueError('backend = "vllm" needs url (a running server) or python (to start one)')
         if self.backend == "vllm" and self.overlap:
             raise ValueError('overlap needs backend = "local": a vLLM server plays a batch when it is submitted')
-        if self.backend != "vllm" and (self.url or self.python or self.server_arguments or self.store):
-            raise ValueError('url, python, server_arguments and store need backend = "vllm"')
+        if self.backend != "vllm" and (self.url or self.python or self.server_arguments):
+            raise ValueError('url, python and server_arguments need backend = "vllm"')
+        if self.backend == "local" and self.store != "auto":
+            raise ValueError(
+                'store needs backend = "ray" or "vllm": the engine of this process takes weights from the learner'
+            )
+        if self.backend == "ray" and self.store not in ("auto", "folder", "http"):
+            raise ValueError('store of backend = "ray" is auto, folder or http')
         if self.partial and not self.in_flight:
             raise ValueError("partial needs in_flight = true: samples that are carried over meet new weights")
         return self

@@ -90,15 +90,21 @@ def play(
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     *,
-    samples: int,
+    samples: int | Sequence[tuple[int, int]],
     keys: Sequence[int],
     max_prompt_tokens: int | None = None,
     on_scored: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """:func:`collect` with a key of the generator for each prompt, see :func:`prompt_keys`."""
+    """:func:`collect` with a key of the generator for each prompt, see :func:`prompt_keys`.
+
+    Arguments:
+        samples: of each prompt; or (first, count) for each, the part of its samples that is played here.
+    """
+    spans = [(0, samples)] * len(prompts) if isinstance(samples, int) else samples
     requests = [
-        Request(encode_prompt(tokenizer, prompt, max_prompt_tokens), sampling, n=samples, key=key, group=group)
-        for group, (prompt, key) in enumerate(zip(prompts, keys, strict=True))
+        Request(ids, sampling, n=count, key=key, group=group, first_sample=first)
+        for group, (prompt, key, (first, count)) in enumerate(zip(prompts, keys, spans, strict=True))
+        for ids in (encode_prompt(tokenizer, prompt, max_prompt_tokens),)
     ]
     trajectories = engine.generate(requests)
     current = [Live(prompts[t.group], environment.start(prompts[t.group]), t, requests[t.group]) for t in trajectories]

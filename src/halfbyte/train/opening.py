@@ -38,18 +38,22 @@ def open_rollouts(
     version: int,
     environment: Environment,
     tokenizer: Tokenizer,
+    tokenizer_path: Path | None,
     longest: int,
     prompt_limit: int,
     guidance: Plan,
     folder: Path,
+    ray_address: str | None = None,
 ) -> Rollouts:
     """A backend that is not connected yet.
 
     Arguments:
         tensors: the learner's published weights, ``version`` of them.
+        tokenizer_path: folder of its files, for workers elsewhere.
         longest, prompt_limit: tokens of a sequence, and of a prompt.
         guidance: what is recorded at first.
         folder: of the run.
+        ray_address: the cluster of ``rollout.backend = "ray"``; None takes ``RAY_ADDRESS``, or starts Ray on this machine.
     """
     rollout = config.rollout
     if rollout.backend == "vllm":
@@ -60,12 +64,30 @@ def open_rollouts(
             folder / "vllm.log",
             max_length=longest,
             arguments=rollout.server_arguments,
-            store=rollout.store,
+            store=None if rollout.store == "auto" else rollout.store,
             verify_every=rollout.verify_every,
         )
         served = VllmRollouts(settings, architecture, precision, environment, tokenizer, prompt_limit)
         served.guide(guidance)
         return served
+    if rollout.backend == "ray":
+        from halfbyte.train.ray.opening import open_ray_rollouts
+
+        assert tokenizer_path is not None
+        return open_ray_rollouts(
+            config,
+            architecture,
+            precision,
+            kernels,
+            tensors,
+            version=version,
+            tokenizer=tokenizer_path,
+            longest=longest,
+            prompt_limit=prompt_limit,
+            guidance=guidance,
+            folder=folder,
+            address=ray_address,
+        )
     engine = Engine(
         architecture,
         precision,

@@ -47,6 +47,9 @@ FREE = (
     "train.save_trajectories_every",
     "alignment.memory_mb",
     "train.saved_trajectories",
+    "rollout.backend",
+    "rollout.workers",
+    "rollout.resources",
     "rollout.url",
     "rollout.python",
     "rollout.server_arguments",
@@ -58,20 +61,23 @@ FREE = (
 CHECKED_PROMPTS = 20_000
 
 
-def run(config: Config, *, resume: bool = False, overwrite: bool = False) -> int:
+def run(config: Config, *, resume: bool = False, overwrite: bool = False, ray_address: str | None = None) -> int:
     """Train as ``config`` says. Returns 0 when all steps are done, 130 when stopped (a checkpoint is written).
 
     Everything is opened and checked before the run folder is touched: a run that cannot start leaves it as it was, and an
     existing run is replaced (``overwrite``) only by one that starts.
 
+    Arguments:
+        ray_address: the cluster of ``rollout.backend = "ray"``; None takes ``RAY_ADDRESS``, or starts Ray on this machine.
+
     Raises:
         UserError: anything the user can mend; the run folder keeps what it had.
     """
     with ranks_of(config) as ranks:
-        return _run(config, ranks, resume=resume, overwrite=overwrite)
+        return _run(config, ranks, resume=resume, overwrite=overwrite, ray_address=ray_address)
 
 
-def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
+def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool, ray_address: str | None) -> int:
     folder = folder_of(Path(config.train.out), ranks)
     _refuse_to_mix(folder, config, resume=resume, overwrite=overwrite)
     kernels, device = active(), device_of(config)
@@ -141,26 +147,28 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
         version=progress.version,
         environment=env,
         tokenizer=tokenizer,
+        tokenizer_path=checkpoint.tokenizer_path,
         longest=longest,
         prompt_limit=prompt_limit,
         guidance=recorded,
         folder=folder.path,
+        ray_address=ray_address,
     )
-    _check_prompts(env, tokenizer, prompt_limit)
-    tracker = make_tracker(
-        config.train.tracker if ranks.rank == 0 else None,
-        project="halfbyte",
-        name=folder.path.name,
-        config=config.to_json(),
-    )
-    with folder.locked():
-        if overwrite and ranks.rank == 0:
-            _clear(folder)
-        folder.create()
-        folder.rewind(progress.step if saved is not None else -1)
-        folder.write_json("config.json", config.to_json())
-        folder.write_json("environment.json", environment(config.train.seed))
-        with closing(rollouts):
+    with closing(rollouts):
+        _check_prompts(env, tokenizer, prompt_limit)
+        tracker = make_tracker(
+            config.train.tracker if ranks.rank == 0 else None,
+            project="halfbyte",
+            name=folder.path.name,
+            config=config.to_json(),
+        )
+        with folder.locked():
+            if overwrite and ranks.rank == 0:
+                _clear(folder)
+            folder.create()
+            folder.rewind(progress.step if saved is not None else -1)
+            folder.write_json("config.json", config.to_json())
+            folder.write_json("environment.json", environment(config.train.seed))
             weights = open_weights(folder.path / "refit", rollouts, learner, tensors, progress.version, delta_precision)
             del tensors
             trainer = Trainer(
@@ -168,20 +176,20 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
             )
             with _graceful_stop(trainer):
                 complete = trainer.run()
-        tracker.finish()
-        if not complete:
-            return 130
-        published = dict(learner.parameters.published())
-        if ranks.rank:
-            return 0
-        save_checkpoint(
-            folder.path / "model",
-            arch,
-            published,
-            tokenizer_from=checkpoint.tokenizer_path,
-            overwrite=True,
-        )
-        folder.write_json("summary.json", trainer.summary())
+            tracker.finish()
+            if not complete:
+                return 130
+            published = dict(learner.parameters.published())
+            if ranks.rank:
+                return 0
+            save_checkpoint(
+                folder.path / "model",
+                arch,
+                published,
+                tokenizer_from=checkpoint.tokenizer_path,
+                overwrite=True,
+            )
+            folder.write_json("summary.json", trainer.summary())
     return 0
 
 
@@ -231,7 +239,15 @@ def _clear(folder: RunFolder) -> None:
     """Remove what a run writes, and nothing else that may lie in the folder."""
     for name in ("checkpoints", "trajectories", "model", "refit"):
         shutil.rmtree(folder.path / name, ignore_errors=True)
-    for name in ("config.json", "environment.json", "metrics.jsonl", "summary.json", "report.html", "vllm.log"):
+    for name in (
+        "config.json",
+        "environment.json",
+        "metrics.jsonl",
+        "summary.json",
+        "report.html",
+        "vllm.log",
+        "workers.jsonl",
+    ):
         (folder.path / name).unlink(missing_ok=True)
 
 
