@@ -68,3 +68,11 @@ def test_every_arm_has_five_finished_seeds_and_parity_is_exact(regime: str) -> N
     parity = [record for record in records if record.arm == "parity"]
     assert {record.metrics["gap/k3_kl"] for record in parity} == {0.0}
     assert {record.metrics["gap/max_abs"] for record in parity} == {0.0}
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("arm", ["fp4-naive", "qat", "trace-full", "parity", "post-hoc"])
+def test_the_readme_says_what_the_page_says(regime: str, arm: str) -> None:
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    (line,) = [line for line in table(DOCS / "studies" / f"{regime}.json") if line.startswith(f"| {arm} |")]
+    assert line.split(" | ")[2] in readme
