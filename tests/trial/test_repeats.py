@@ -128,7 +128,7 @@ def passes(values: np.ndarray, margin: float) -> bool:
     return drawn is not None and drawn[0] > -margin and repeats.bootstrap_p_value(values, -margin) <= 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["few tasks lost for good", "every task a little worse", "half of the repeats lost"])
 @pytest.mark.parametrize(("n", "k", "margin"), [(30, 2, 0.1), (60, 4, 0.05), (60, 4, 0.1), (200, 3, 0.05)])
 def test_type_one_error_with_repeats(kind: str, n: int, k: int, margin: float) -> None:

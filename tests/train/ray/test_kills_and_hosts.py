@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[3]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.heavy
 
 
 def result(script: str, *arguments: str) -> dict[str, Any]:
