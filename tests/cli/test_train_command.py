@@ -26,7 +26,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """``halfbyte.train`` and ``halfbyte.rollout.generate`` replaced by recorders: these tests are about the surface."""
     recorded = Calls()
 
-    def run(config: Config, *, resume: bool, overwrite: bool) -> int:
+    def run(config: Config, *, resume: bool, overwrite: bool, ray_address: str | None) -> int:
         recorded.append({"config": config, "resume": resume, "overwrite": overwrite})
         folder = Path(config.train.out)
         folder.mkdir(parents=True, exist_ok=True)

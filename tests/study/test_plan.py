@@ -119,6 +119,8 @@ def test_the_digest_is_of_what_decides_numbers(tmp_path: Path) -> None:
 def test_the_example_studies_are_sound(name: str) -> None:
     plan = load_plan(ROOT / "examples" / name)
     assert len(plan.section.seeds) >= 5
-    assert {arm.name for arm in plan.arms} >= {"bf16", "fp4-naive", "qat", "trace", "triage", "parity", "post-hoc"}
+    names = {arm.name for arm in plan.arms}
+    assert names >= {"bf16", "fp4-naive", "qat", "trace", "parity", "post-hoc"}
+    assert any("triage" in name for name in names)
     constant = {job.config.learner.schedule for job in plan.jobs()} == {"constant"}
     assert constant == (name == "study-harsh.toml")

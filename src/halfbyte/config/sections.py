@@ -117,10 +117,6 @@ class RolloutConfig(Section):
             raise ValueError('overlap needs backend = "local": a vLLM server plays a batch when it is submitted')
         if self.backend != "vllm" and (self.url or self.python or self.server_arguments):
             raise ValueError('url, python and server_arguments need backend = "vllm"')
-        if self.backend == "local" and self.store != "auto":
-            raise ValueError(
-                'store needs backend = "ray" or "vllm": the engine of this process takes weights from the learner'
-            )
         if self.backend == "ray" and self.store not in ("auto", "folder", "http"):
             raise ValueError('store of backend = "ray" is auto, folder or http')
         if self.partial and not self.in_flight:

@@ -99,14 +99,14 @@ def size(region: Gains, n: int, difference: float) -> float:
     """Largest ``pass_probability`` over the shares of flips.
 
     As a function of the share it is a polynomial that varies over about sqrt(share (1 - share) / n): a grid four times as
-    fine, then finer grids about its largest values; what is left between their points is about 1e-9.
+    fine, then finer grids about its largest values; what is left between their points is below 1e-9.
     """
     shares = _shares(n, difference)
     values = pass_probability(region, n, difference, shares)
     angles = np.arcsin(np.sqrt(shares))
     least, end, step = angles[0], angles[-1], angles[1] - angles[0]
     best = float(values.max())
-    for count in (3, 1):
+    for count in (3, 1, 1, 1):
         centres = angles[np.argsort(values)[-count:]]
         angles = np.clip((centres[:, None] + np.linspace(-step, step, 17)).ravel(), least, end)
         values = pass_probability(region, n, difference, np.clip(np.sin(angles) ** 2, abs(difference), 1.0))
