@@ -67,7 +67,7 @@ def test_repeats_average_out_noise_and_not_what_lasts() -> None:
     assert sizes[0] > sizes[1] > sizes[2]  # type: ignore[operator]
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_planned_power_with_repeats_is_reached() -> None:
     """The variance-matched pairs of the plan, against trials with repeats decided one by one."""
     random = np.random.default_rng(3)

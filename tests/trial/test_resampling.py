@@ -91,7 +91,7 @@ def test_pairing_takes_out_what_a_block_shares() -> None:
     assert low < 1 < high
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_latency_limits_cover() -> None:
     """p50 and p95 ratios of equal arms in 8 blocks of 30: 95% upper limits lie below 1 at most 7% of the time."""
     random = np.random.default_rng(6)

@@ -60,7 +60,7 @@ def test_at_the_margin_at_most_six_percent_pass() -> None:
     assert max(errors.values()) > 0.045  # and it is a test, not a refusal
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize("margin", [0.02, 0.03, 0.07, 0.1, 0.15, 0.2])
 def test_at_the_margin_at_most_six_percent_pass_at_every_size(margin: float) -> None:
     assert max(worst(n, margin) for n in range(30, 201)) <= 0.0502
