@@ -234,7 +234,7 @@ def killed(out: Path, path: Path, lines: int, wait: float, how: int = signal.SIG
 
 
 @pytest.mark.parametrize("mode", ["between", "beside"])
-@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 4))])
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 2))])
 def test_kill_9_at_a_random_point_of_a_run_with_batches_ahead(
     mode: str, attempt: int, policy_folder: Path, tmp_path: Path, reward_module: str
 ) -> None:
@@ -251,7 +251,7 @@ def test_kill_9_at_a_random_point_of_a_run_with_batches_ahead(
     check_every_group_once(out, 6)
 
 
-@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 4))])
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 2))])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_partial_run_that_was_stopped_trains_on_every_group_once(
     how: int, attempt: int, policy_folder: Path, tmp_path: Path, reward_module: str

@@ -321,7 +321,7 @@ def test_a_against_a_never_saves_memory() -> None:
         assert found.verdict in ("retain", "inconclusive")
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize("named", [{"benefit": "throughput", "latency_limit": 100.0}, {"benefit": "cost_per_passed"}])
 def test_a_against_a_keeps_by_luck_at_most_alpha(named: dict[str, Any]) -> None:
     """2000 trials of identical arms: "keep" at most 5% of the time, plus twice the simulation's own error."""
