@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from study_case import record, write_run
 
 from halfbyte.errors import DataError
+from halfbyte.files import write_object
 from halfbyte.study.analysis import analyse
 from halfbyte.study.arms import BUILT_IN, configured
-from halfbyte.study.files import write_object
 from halfbyte.study.records import BINS, SERIES, RunRecord, collect_records, derived, read_run
 
 

@@ -18,9 +18,9 @@ import pytest
 from study_case import KilledError
 
 from halfbyte.errors import NumericsError
+from halfbyte.files import write_object
 from halfbyte.study import worker
 from halfbyte.study.arms import BUILT_IN, configured
-from halfbyte.study.files import write_object
 from halfbyte.study.records import read_run
 
 ROOT = Path(__file__).resolve().parents[2]

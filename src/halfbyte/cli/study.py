@@ -74,10 +74,10 @@ def report(
     from rich.console import Console
     from rich.table import Table
 
+    from halfbyte.files import write_text
     from halfbyte.html.table import markdown as as_markdown
     from halfbyte.report.study_tables import status_line, study_tables
     from halfbyte.study import analyse, collect_records
-    from halfbyte.study.files import write_text
 
     data = analyse(collect_records(runs), reference=reference)
     console = Console(soft_wrap=True)
@@ -100,8 +100,8 @@ def report(
 
 
 def _write(json: Path | None, html: Path | None, data: dict[str, Any], name: str) -> None:
+    from halfbyte.files import write_object, write_text
     from halfbyte.report.study import render_study
-    from halfbyte.study.files import write_object, write_text
 
     if json is not None:
         write_object(json, data, indent=None)

@@ -188,8 +188,9 @@ def lock(
 
 def run(folder: Folder, /) -> int:
     """Run what is missing, decide, and write the report. Killed at any moment, the same command goes on."""
+    from halfbyte.files import write_object
     from halfbyte.trial.environment import environment
-    from halfbyte.trial.folder import TrialFolder, write_json
+    from halfbyte.trial.folder import TrialFolder
     from halfbyte.trial.hardware import this_machine
     from halfbyte.trial.lock import genesis, require_lock
     from halfbyte.trial.run import execute
@@ -197,7 +198,7 @@ def run(folder: Folder, /) -> int:
     trial = TrialFolder.open(folder)
     start = genesis(require_lock(trial))
     if not (trial.path / "environment.json").exists():
-        write_json(trial.path / "environment.json", environment(this_machine()))
+        write_object(trial.path / "environment.json", environment(this_machine()))
     with _stoppable():
         found = asyncio.run(execute(trial, "run", start, _say))
     if found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
@@ -10,6 +9,7 @@ from markupsafe import Markup
 
 from halfbyte import __version__
 from halfbyte.errors import DataError
+from halfbyte.files import write_text
 from halfbyte.html.text import visible
 
 __all__ = ["render", "write"]
@@ -35,15 +35,9 @@ def write(path: Path, text: str) -> None:
     Raises:
         DataError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_text(path, text)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise DataError(
             f"the report cannot be written: {error.strerror}", where=str(path), fix="name another file with --out"
         ) from error

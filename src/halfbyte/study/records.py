@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import ConfigError, DataError
+from halfbyte.files import read_object
 from halfbyte.study.arms import BUILT_IN, Arm, recognise, setting
-from halfbyte.study.files import read_object
 
 __all__ = [
     "COLLAPSE_SHARE",

@@ -18,8 +18,8 @@ from typing import Any
 
 from halfbyte.config import difference
 from halfbyte.errors import ConfigError
+from halfbyte.files import read_object, write_object
 from halfbyte.study.analysis import analyse
-from halfbyte.study.files import read_object, write_object
 from halfbyte.study.plan import Job, Plan
 from halfbyte.study.pool import Command, environment_of, run_pool
 from halfbyte.study.records import RunRecord, read_run

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from halfbyte.config import Config
 from halfbyte.errors import DataError, NumericsError, UserError
+from halfbyte.files import read_object, write_object
 from halfbyte.study.deployed import evaluate_deployed
-from halfbyte.study.files import read_object, write_object
 from halfbyte.train import run
 
 __all__ = ["main", "work"]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import CheckpointError, RefitError
-from halfbyte.trial.folder import TrialFolder, read_json
+from halfbyte.files import read_object
+from halfbyte.trial.folder import TrialFolder
 from halfbyte.trial.memory import weight_bytes
 from halfbyte.trial.settings import Target
 
@@ -55,10 +56,10 @@ def inspect_artefact(folder: Path) -> Artefact:
     """
     if not folder.is_dir():
         raise CheckpointError("there is no such model folder", where=str(folder))
-    config = read_json(folder / "config.json")
+    config = read_object(folder / "config.json")
     if config is None:
         raise CheckpointError("no config.json that can be read", where=str(folder))
-    index = read_json(folder / "model.safetensors.index.json")
+    index = read_object(folder / "model.safetensors.index.json")
     named = index.get("weight_map", {}).values() if index is not None else ()
     missing = sorted({name for name in named if not (folder / name).is_file()})
     if missing:
@@ -68,7 +69,7 @@ def inspect_artefact(folder: Path) -> Artefact:
     except RefitError as error:
         raise CheckpointError(f"the weights are damaged or cut short: {error.what}", where=error.where) from error
     names = config.get("architectures")
-    spec = read_json(folder / "fp4_spec.json") or {}
+    spec = read_object(folder / "fp4_spec.json") or {}
     calibration = spec.get("calibration_sha256")
     return Artefact(
         folder,
@@ -86,8 +87,10 @@ def licence_of(folder: Path) -> Path | None:
 
 def _format(folder: Path, config: dict[str, Any], by_dtype: dict[str, int]) -> str:
     """What the configuration says of its quantisation; else the dtype of most bytes."""
-    stated = config.get("quantization_config") or (read_json(folder / "hf_quant_config.json") or {}).get("quantization")
-    spec = read_json(folder / "fp4_spec.json")
+    stated = config.get("quantization_config") or (read_object(folder / "hf_quant_config.json") or {}).get(
+        "quantization"
+    )
+    spec = read_object(folder / "fp4_spec.json")
     text = json.dumps([stated, spec], default=str).lower() if stated or spec else ""
     for name, signs in (
         ("nvfp4", ("nvfp4",)),

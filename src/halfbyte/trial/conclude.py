@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfbyte.errors import CheckpointError
+from halfbyte.files import read_object, write_object
 from halfbyte.trial.artefact import artefact_folder, inspect_artefact
 from halfbyte.trial.blocks import BlockRecord
 from halfbyte.trial.decision import decide
 from halfbyte.trial.environment import servers
 from halfbyte.trial.errors import UnavailableError
-from halfbyte.trial.folder import TrialFolder, read_json, write_json
+from halfbyte.trial.folder import TrialFolder
 from halfbyte.trial.integrity import Finding, assess, problems
 from halfbyte.trial.journal import read_blocks, read_records
 from halfbyte.trial.lock import genesis, has_pilot, pilot_genesis, require_lock
@@ -79,7 +80,7 @@ def recompute(folder: TrialFolder) -> Outcome:
         invalid=[f"{finding.name}: {finding.detail}" for finding in wrong],
         peaks=arm_peaks(blocks),
     )
-    stored = read_json(folder.path / "environment.json") or {}
+    stored = read_object(folder.path / "environment.json") or {}
     environment = stored | {"servers": servers(folder.settings, blocks)}
     preflight = [Finding.from_json(finding, "lock.json") for finding in lock["preflight"]]
     return Outcome(decision, records, blocks, read_pilot(folder), usage, [*findings, *preflight], environment)
@@ -92,7 +93,7 @@ def conclude(folder: TrialFolder) -> Outcome:
         UnavailableError, IntegrityError: as :func:`recompute`.
     """
     outcome = recompute(folder)
-    write_json(folder.outcome, outcome.to_json())
+    write_object(folder.outcome, outcome.to_json())
     material = Material(
         decision=outcome.decision,
         records=outcome.records,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from halfbyte.trial.errors import UnavailableError
 from halfbyte.trial.records import Phase
@@ -17,7 +14,7 @@ from halfbyte.trial.schedule import Block, make_schedule
 from halfbyte.trial.settings import Settings, load_settings
 from halfbyte.trial.tasks import Task, load_tasks
 
-__all__ = ["TrialFolder", "read_json", "write_json", "write_text"]
+__all__ = ["TrialFolder"]
 
 
 @dataclass(frozen=True)
@@ -98,27 +95,3 @@ class TrialFolder:
             except OSError as error:
                 raise UnavailableError("another process runs this trial", where=str(self.path)) from error
             yield
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write under a temporary name, sync, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object; NaN and infinity are bugs here."""
-    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None without a file, or where it holds none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

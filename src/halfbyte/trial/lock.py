@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfbyte import __version__
+from halfbyte.files import read_object, write_object
 from halfbyte.trial.artefact import artefact_folder
 from halfbyte.trial.canonical import digest
 from halfbyte.trial.errors import IntegrityError, UnavailableError
 from halfbyte.trial.fingerprint import fingerprint
-from halfbyte.trial.folder import TrialFolder, read_json, write_json
+from halfbyte.trial.folder import TrialFolder
 from halfbyte.trial.journal import read_blocks
 from halfbyte.trial.preflight import read_preflight
 from halfbyte.trial.records import ARMS
@@ -51,7 +52,7 @@ def make_lock(folder: TrialFolder, *, again: bool = False) -> dict[str, Any]:
         "preflight": [finding.to_json() for finding in read_preflight(folder)],
         "settings": folder.settings.to_json(),
     }
-    write_json(folder.lock, lock)
+    write_object(folder.lock, lock)
     return lock
 
 
@@ -83,7 +84,7 @@ def read_lock(folder: TrialFolder) -> dict[str, Any]:
         raise UnavailableError(
             "the trial is not locked", where=str(folder.lock), fix=f"halfbyte trial lock {folder.path}"
         )
-    lock = read_json(folder.lock)
+    lock = read_object(folder.lock)
     if lock is None or not isinstance(lock.get("parts"), dict) or not {"created", "preflight"} <= lock.keys():
         raise IntegrityError("the lock is damaged", where=str(folder.lock))
     return lock
@@ -137,7 +138,7 @@ def pilot_genesis(folder: TrialFolder) -> str:
 
 def has_pilot(folder: TrialFolder) -> bool:
     """There is a pilot, of this baseline, these tasks and settings; one of others counts for nothing."""
-    note = read_json(folder.path / "pilot.json")
+    note = read_object(folder.path / "pilot.json")
     return note is not None and note.get("genesis") == pilot_genesis(folder)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from halfbyte.files import read_object, write_object
 from halfbyte.trial.conclude import read_pilot
 from halfbyte.trial.errors import IntegrityError, UnavailableError
-from halfbyte.trial.folder import TrialFolder, read_json, write_json
+from halfbyte.trial.folder import TrialFolder
 from halfbyte.trial.lock import pilot_genesis
 from halfbyte.trial.pairs import pairs
 
@@ -21,7 +22,7 @@ def prepare(folder: TrialFolder, *, again: bool = False) -> str:
         IntegrityError: the trial is locked, and the pilot is part of what was locked.
     """
     start, note = pilot_genesis(folder), folder.path / "pilot.json"
-    earlier = read_json(note)
+    earlier = read_object(note)
     if folder.lock.exists() and (again or earlier is None or earlier.get("genesis") != start):
         raise IntegrityError("the trial is locked, with its pilot or without one", where=str(folder.lock))
     if again:
@@ -30,7 +31,7 @@ def prepare(folder: TrialFolder, *, again: bool = False) -> str:
     elif earlier is not None and earlier.get("genesis") != start:
         what = "the pilot that is there had another baseline, other tasks or other settings"
         raise UnavailableError(what, where=str(folder.records("pilot")), fix="--again throws it away")
-    write_json(note, {"genesis": start})
+    write_object(note, {"genesis": start})
     return start
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from halfbyte.files import read_object, write_object
 from halfbyte.trial.canonical import digest
 from halfbyte.trial.errors import UnavailableError
-from halfbyte.trial.folder import TrialFolder, read_json, write_json
+from halfbyte.trial.folder import TrialFolder
 from halfbyte.trial.integrity import Finding, problems
 from halfbyte.trial.tasks import task_hashes
 
@@ -17,12 +18,12 @@ __all__ = ["read_preflight", "require_preflight", "write_preflight"]
 def write_preflight(folder: TrialFolder, findings: Sequence[Finding]) -> None:
     """Write check.json."""
     found = [finding.to_json() for finding in findings]
-    write_json(folder.path / "check.json", {"of": _subject(folder), "when": time.time(), "findings": found})
+    write_object(folder.path / "check.json", {"of": _subject(folder), "when": time.time(), "findings": found})
 
 
 def read_preflight(folder: TrialFolder) -> list[Finding]:
     """The findings of check.json; none without one."""
-    data = read_json(folder.path / "check.json") or {}
+    data = read_object(folder.path / "check.json") or {}
     return [Finding.from_json(finding, "check.json") for finding in data.get("findings", ())]
 
 
@@ -32,7 +33,7 @@ def require_preflight(folder: TrialFolder) -> None:
     Raises:
         UnavailableError: it has not, or it was about others.
     """
-    data = read_json(folder.path / "check.json")
+    data = read_object(folder.path / "check.json")
     command = f"halfbyte trial check {folder.path}"
     if data is None:
         raise UnavailableError("the preflight has not been run", where=str(folder.path), fix=command)

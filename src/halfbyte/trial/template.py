@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from halfbyte.errors import ConfigError
-from halfbyte.trial.folder import write_text
+from halfbyte.files import write_text
 
 __all__ = ["init"]
 

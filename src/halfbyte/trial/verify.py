@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from halfbyte.files import read_object
 from halfbyte.trial.canonical import canonical, digest
 from halfbyte.trial.conclude import Outcome, recompute
 from halfbyte.trial.errors import UnavailableError
-from halfbyte.trial.folder import TrialFolder, read_json
+from halfbyte.trial.folder import TrialFolder
 from halfbyte.trial.integrity import Finding
 from halfbyte.trial.records import Record
 from halfbyte.trial.scorers import Response, make_scorers, score
@@ -23,7 +24,7 @@ def verify(folder: TrialFolder) -> tuple[Outcome, list[Finding]]:
         UnavailableError: no outcome yet, or not locked.
         IntegrityError: a broken chain, or something changed after the lock.
     """
-    stored = read_json(folder.outcome)
+    stored = read_object(folder.outcome)
     if stored is None:
         fix = f"halfbyte trial run {folder.path}"
         raise UnavailableError("there is no outcome to verify", where=str(folder.outcome), fix=fix)

@@ -1,4 +1,4 @@
-"""Small JSON files of a study, whole or absent."""
+"""Small text and JSON files, whole or absent."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ __all__ = ["read_object", "write_object", "write_text"]
 def write_text(path: Path, text: str) -> None:
     """Write under a temporary name of this process, sync, rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_object(path: Path, value: Mapping[str, Any], *, indent: int | None = 2) -> None:
