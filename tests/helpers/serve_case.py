@@ -66,14 +66,16 @@ class Offline:
 
 
 class Gate:
-    """Holds an engine's steps back: ``open`` lets them run, ``let`` a number of them."""
+    """Holds an engine's steps back: ``open`` lets them run, ``let`` a number of them; ``reached``: one has come this far."""
 
     def __init__(self, opened: Opened) -> None:
         self._semaphore = threading.Semaphore(0)
         self._open = threading.Event()
+        self.reached = threading.Event()
         step = opened.engine.step
 
         def gated() -> Any:
+            self.reached.set()
             while not self._open.is_set() and not self._semaphore.acquire(timeout=0.01):
                 pass
             return step()

@@ -149,6 +149,7 @@ def test_a_pause_ends_when_the_loop_does(opened: Opened, harness: Harness) -> No
     gate = Gate(opened)
     harness.loop.start()
     harness.loop.submit(harness.job("1=", max_tokens=9, ignore_eos=True))
+    assert gate.reached.wait(PATIENCE)  # or the pause would find the engine at rest
     caught: list[BaseException] = []
 
     def pause() -> None:
