@@ -62,7 +62,7 @@ const RefitTable& refit_table(Isa isa) {
 
 // Buffers of bytes in, buffers of bytes out; sizes are checked here, contents by refit_check.
 void register_refit(nb::module_& m) {
-    // (bytes of where, changed, wide values); changed -1 where there are more than `most`.
+    // (bytes of where, changed, wide values, hash of the target); changed -1 where there are more than `most`.
     m.def("refit_sparse", [](int isa, int kind, nb::handle base, nb::handle target, int64_t most, nb::handle where, nb::handle values,
                              nb::handle wide) {
         const Buffer a(base), b(target), w(where, true), v(values, true), x(wide, true);
@@ -70,12 +70,13 @@ void register_refit(nb::module_& m) {
         require(a.size() == b.size());
         require_room(kind, w, most + n / 255, v, x, most);
         RefitStreams out{w.at(), v.at(), x.at(), 0, 0, 0};
+        uint64_t hash = 0;
         bool few = false;
         {
             nb::gil_scoped_release free;
-            few = refit_table(usable_isa(isa)).sparse(kind, a.at(), b.at(), n, most, out);
+            few = refit_table(usable_isa(isa)).sparse(kind, a.at(), b.at(), n, most, out, hash);
         }
-        return nb::make_tuple(out.where_size, few ? out.changed : -1, out.wide_count);
+        return nb::make_tuple(out.where_size, few ? out.changed : -1, out.wide_count, hash);
     });
     m.def("refit_bitmask", [](int isa, int kind, nb::handle base, nb::handle target, nb::handle where, nb::handle values, nb::handle wide) {
         const Buffer a(base), b(target), w(where, true), v(values, true), x(wide, true);

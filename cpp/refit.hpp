@@ -24,14 +24,15 @@ struct RefitClasses {
 };
 
 constexpr int64_t kRefitSlack = 64;
+constexpr int64_t kRefitHashed = 241;  // bytes from which on blocks are hashed here (xxh3.hpp)
 constexpr int64_t kRefitMostPlaces = int64_t{1} << 32;
 constexpr int kRefitClasses = 256, kRefitRecord = 6, kRefitMostLow = 20;  // a record: class, low bits, changes (4 bytes)
 constexpr int64_t kRefitClassHead = 2 + kRefitClasses * kRefitRecord;
 
 // `kind`: bits of an element, negative where the pattern is sign and magnitude.
 struct RefitTable {
-    // False as soon as more than `most` changes are found.
-    bool (*sparse)(int kind, const uint8_t* base, const uint8_t* target, int64_t n, int64_t most, RefitStreams& out);
+    // False as soon as more than `most` changes are found. `hash`: of the target, where that has kRefitHashed bytes or more.
+    bool (*sparse)(int kind, const uint8_t* base, const uint8_t* target, int64_t n, int64_t most, RefitStreams& out, uint64_t& hash);
     void (*bitmask)(int kind, const uint8_t* base, const uint8_t* target, int64_t n, RefitStreams& out);
     bool (*is_fill)(int kind, const uint8_t* target, int64_t n);
     void (*transpose_xor)(int size, const uint8_t* base, const uint8_t* target, int64_t n, uint8_t* planes);

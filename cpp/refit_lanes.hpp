@@ -6,12 +6,14 @@
 
 #include "refit.hpp"
 #include "refit_masks.hpp"
+#include "xxh3.hpp"
 
 namespace halfbyte::HALFBYTE_ISA {
 
 constexpr int kEscape = 15;   // a value that is in the wide stream
 constexpr int kSkip = 255;    // a gap byte without a mark
 constexpr int64_t kStage = 256;    // changes applied at a time: their lines stay in the first cache
+constexpr int64_t kBatch = 64;    // marks collected before they are written out: reading them at once would wait for the stores
 constexpr int64_t kPad = 32;         // changes worked on at once while encoding
 // Elements compared before the places of their marks are written out: both sides stay in the first cache, and the processor fetches
 // the next ones meanwhile (4096 and asking for lines ahead were a quarter slower from memory).
@@ -111,9 +113,9 @@ inline void write_values(const uint8_t* base, const uint8_t* target, uint32_t* f
         const int64_t count = std::min(kStage, all - first), padded = (count + kPad - 1) / kPad * kPad;
         const uint32_t* place = found + first;
         T most = 0;
+        for (int64_t j = 0; j < padded; ++j) before[j] = E::get(base, place[j]);
+        for (int64_t j = 0; j < padded; ++j) z[j] = E::get(target, place[j]);
         for (int64_t i = 0; i < padded; i += kPad) {
-            for (int64_t j = i; j < i + kPad; ++j) before[j] = E::get(base, place[j]);
-            for (int64_t j = i; j < i + kPad; ++j) z[j] = E::get(target, place[j]);
             for (int64_t j = i; j < i + kPad; ++j) {
                 z[j] = E::zigzag(before[j], z[j]);
                 most = std::max(most, z[j]);
@@ -121,32 +123,41 @@ inline void write_values(const uint8_t* base, const uint8_t* target, uint32_t* f
             for (int64_t j = i; j < i + kPad; ++j) codes[j] = uint8_t(std::min<T>(z[j], kEscape + 1) - 1);
         }
         if (most <= kEscape) continue;
-        store<uint64_t>(codes + count, 0);
-        for (int64_t j = 0; j < count; j += 8) {
-            if (!any_byte(load<uint64_t>(codes + j), kEscape)) continue;
-            for (int64_t i = j, end = std::min(count, j + 8); i < end; ++i)
-                if (codes[i] == kEscape) store<T>(out.wide + E::kSize * out.wide_count++, z[i]);
+        uint32_t wide[2 * 64];
+        std::memset(codes + count, 0, 64);
+        for (int64_t j = 0; j < count; j += 64) {
+            const int64_t escapes = bit_numbers(equal64(codes + j, kEscape), uint32_t(j), wide);
+            for (int64_t i = 0; i < escapes; ++i) store<T>(out.wide + E::kSize * (out.wide_count + i), z[wide[i]]);
+            out.wide_count += escapes;
         }
     }
     out.changed += all;
 }
 
-// Gaps before each mark; `found[-1]` is the mark before the first one.
-inline uint8_t* write_gaps(const uint32_t* found, int64_t count, uint8_t* gap) {
+// Gaps before each mark; `found[-1]` is the mark before the first one, and 16 entries after the last may be written. Writes up to 16
+// bytes past the gaps.
+inline uint8_t* write_gaps(uint32_t* found, int64_t count, uint8_t* gap) {
     constexpr int64_t kGroup = 16;
+    for (int64_t j = count; j < count + kGroup; ++j) found[j] = found[j - 1] + 1;  // whole groups, whose rest has gaps of 0
     for (int64_t i = 0; i < count; i += kGroup) {
-        const int64_t left = std::min(kGroup, count - i);
         uint32_t skip[kGroup], most = 0;
-        for (int j = 0; j < kGroup; ++j) skip[j] = j < left ? found[i + j] - found[i + j - 1] - 1 : 0;
-        for (int j = 0; j < kGroup; ++j) most = std::max(most, skip[j]);
-        if (__builtin_expect(most < kSkip, 1)) {
-            for (int j = 0; j < kGroup; ++j) gap[j] = uint8_t(skip[j]);
+        uint8_t bytes[kGroup];
+        for (int j = 0; j < kGroup; ++j) skip[j] = found[i + j] - found[i + j - 1] - 1;
+        for (int j = 0; j < kGroup; ++j) most |= skip[j] + 1;  // a bit from the ninth on: some gap is kSkip or more
+        for (int j = 0; j < kGroup; ++j) bytes[j] = uint8_t(skip[j]);
+        const int64_t left = std::min(kGroup, count - i);
+        if (most <= kSkip) {
+            std::memcpy(gap, bytes, kGroup);
             gap += left;
             continue;
         }
-        for (int64_t j = 0; j < left; ++j) {
-            for (; skip[j] >= kSkip; skip[j] -= kSkip) *gap++ = kSkip;
-            *gap++ = uint8_t(skip[j]);
+        for (int64_t j = 0; j < left; ++j) {  // no branch for up to four skips: where they are is random
+            uint32_t here = skip[j];
+            for (; here >= 4 * kSkip; here -= 4 * kSkip, gap += 4) store<uint32_t>(gap, ~uint32_t{0});
+            const uint32_t skips = here / kSkip;
+            store<uint32_t>(gap, ~uint32_t{0});
+            gap += skips;
+            *gap++ = uint8_t(here - kSkip * skips);
         }
     }
     return gap;
@@ -158,26 +169,33 @@ inline void join_values(uint8_t* values, int64_t changed) {
     for (int64_t i = 0; i < changed; i += 8) store<uint32_t>(values + i / 2, join_nibbles(load<uint64_t>(values + i)));
 }
 
+// Also hashes the target (blocks too short for that are left alone).
 template <class E>
-bool sparse_of(const uint8_t* base, const uint8_t* target, int64_t n, int64_t most, RefitStreams& out) {
-    uint32_t marks[1 + kChunk + 64];
+bool sparse_of(const uint8_t* base, const uint8_t* target, int64_t n, int64_t most, RefitStreams& out, uint64_t& hash) {
+    const int64_t size = n * E::kBits / 8;
+    Xxh3 hasher(size);
+    uint32_t marks[1 + kBatch + kChunk + 64];
     uint32_t* const found = marks + 1;
     uint64_t masks[kChunk / 64];
     uint8_t* gap = out.where;
     marks[0] = ~uint32_t{0};  // the mark before element 0
     out.changed = out.wide_count = 0;
+    int64_t count = 0;
     for (int64_t begin = 0; begin < n; begin += kChunk) {
         const int64_t end = std::min(n, begin + kChunk);
-        int64_t count = 0;
         differ<E>(base, target, begin, end, masks);
         for (int64_t i = begin; i < end; i += 64) count += bit_numbers(masks[(i - begin) / 64], uint32_t(i), found + count);
+        hasher.advance(target, end * E::kBits / 8);
+        if (count < kBatch && end < n) continue;
         if (out.changed + count > most) return false;
         gap = write_gaps(found, count, gap);
         if (count > 0) marks[0] = found[count - 1];
         write_values<E>(base, target, found, count, out);
+        count = 0;
     }
     out.where_size = gap - out.where;
     join_values(out.values, out.changed);
+    if (size >= kRefitHashed) hash = hasher.finish(target);
     return true;
 }
 
@@ -318,10 +336,7 @@ class GapPlaces {
                 one(gap, at, places[i++]);
                 continue;
             }
-            for (int j = 0; j < 8; ++j) {
-                at += gap[j];
-                places[i + j] = at++;
-            }
+            at += eight_places(gap, at, places + i);
             gap += 8;
             i += 8;
         }
@@ -428,8 +443,8 @@ void xor_of(uint8_t* data, const uint8_t* planes, int64_t n) {
         for (int j = 0; j < Size; ++j) data[i * Size + j] ^= planes[j * n + i];
 }
 
-inline bool sparse(int kind, const uint8_t* base, const uint8_t* target, int64_t n, int64_t most, RefitStreams& out) {
-    return with_element(kind, [&](auto e) { return sparse_of<decltype(e)>(base, target, n, most, out); });
+inline bool sparse(int kind, const uint8_t* base, const uint8_t* target, int64_t n, int64_t most, RefitStreams& out, uint64_t& hash) {
+    return with_element(kind, [&](auto e) { return sparse_of<decltype(e)>(base, target, n, most, out, hash); });
 }
 inline void bitmask(int kind, const uint8_t* base, const uint8_t* target, int64_t n, RefitStreams& out) {
     with_element(kind, [&](auto e) { bitmask_of<decltype(e)>(base, target, n, out); });

@@ -131,6 +131,27 @@ inline uint64_t equal64(const uint8_t* bytes, uint8_t wanted) {
 #endif
 }
 
+// Places of eight marks from their gaps, none a skip, `at` elements being behind; how many elements they pass.
+inline uint32_t eight_places(const uint8_t* gap, uint32_t at, uint32_t* places) {
+#if defined(__AVX2__)
+    __m128i sums = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(gap)));
+    sums = _mm_add_epi16(sums, _mm_set1_epi16(1));
+    sums = _mm_add_epi16(sums, _mm_slli_si128(sums, 2));
+    sums = _mm_add_epi16(sums, _mm_slli_si128(sums, 4));
+    sums = _mm_add_epi16(sums, _mm_slli_si128(sums, 8));
+    const __m256i ends = _mm256_add_epi32(_mm256_cvtepu16_epi32(sums), _mm256_set1_epi32(int(at - 1)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(places), ends);
+    return uint32_t(_mm_extract_epi16(sums, 7));
+#else
+    const uint32_t before = at;
+    for (int j = 0; j < 8; ++j) {
+        at += gap[j];
+        places[j] = at++;
+    }
+    return at - before;
+#endif
+}
+
 // Number of the nth set bit (from 0); there are more than n.
 inline int nth_bit(uint64_t mask, int64_t n) {
 #if defined(__BMI2__)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,6 +57,19 @@ def changed_at(dtype: str, base: Bytes, places: np.ndarray, rng: np.random.Gener
     if element.bits == 4:
         return np.asarray(elements[0::2] | elements[1::2] << 4, np.uint8)
     return elements.view(np.uint8).copy()
+
+
+@pytest.mark.parametrize("dtype", ["F4", "U8", "BF16", "F32", "F64"])
+def test_the_targets_hash_is_taken_on_the_way(name: str, dtype: str) -> None:
+    rng, use, element = np.random.default_rng(5), kernels(name), ELEMENTS[dtype]
+    around = [at + step for at in (241, 1024, 2048, 4096, 16384, 1 << 17) for step in (-64, -8, 0, 8, 64, 1016)]
+    for size in [8, 16, 128, 240, 248, 256, *(size // 8 * 8 for size in around)]:
+        base, target = bits_of(dtype, size * 8 // element.bits, rng), rng.integers(0, 256, size, dtype=np.uint8)
+        target = np.where(rng.random(size) < 0.01, target, base)
+        marked = use.sparse(element, base, target, size)
+        assert marked is not None
+        assert marked.target in (None, xxhash.xxh3_64_intdigest(target.tobytes()))
+        assert size < 241 or name == "reference" or marked.target is not None
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,7 +1,8 @@
 """``halfbyte refit bench``: what a changed weight costs and how fast codecs are, ours beside others, every result checked.
 
 Speeds are bytes of the BF16 weights that a codec looked at, by processor seconds of this process, whatever else the machine does.
-Encoding is timed with the hashes of the base at hand, as a publisher has them. Codecs take turns within a round.
+Encoding is timed with the hashes of the base at hand, as a publisher has them. Codecs take turns within a round. Both sides
+should not lie a power of two apart: memory answers a quarter slower then (64 MB, measured), so the default is no such size.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def bench(
     *,
     run: Annotated[Path | None, Parameter(help="Measure the versions in this run folder or store as well.")] = None,
     profile: Annotated[Literal["fast", "max", "both"], Parameter(help="Profiles of our codec.")] = "both",
-    elements: Annotated[int, Parameter(help="Weights of a synthetic trace.")] = 1 << 24,
+    elements: Annotated[int, Parameter(help="Weights of a synthetic trace.")] = 20_000_000,
     quick: Annotated[bool, flag("A million weights and three rounds: seconds.")] = False,
     repeats: Annotated[int, Parameter(help="Rounds.")] = 7,
     link: Annotated[bool, flag("Also refit over a throttled HTTP link and compare with a full transfer.")] = False,

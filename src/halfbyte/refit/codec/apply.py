@@ -8,6 +8,7 @@ import numpy as np
 
 from halfbyte.errors import RefitError
 from halfbyte.refit.arrays import Bytes
+from halfbyte.refit.codec.arena import roomy
 from halfbyte.refit.codec.blocks import block_hash
 from halfbyte.refit.codec.delta import BlockKind, Coding, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
@@ -112,6 +113,7 @@ def _write(
     _check_writable(data)
     element = element_of(delta.dtype)
     step, done, seen = element.bytes_of(delta.block), [], []
+    old, at = roomy(delta.changed * element.size), 0
     for index, (row, body) in enumerate(zip(delta.rows(), bodies, strict=True)):
         block = data[index * step : (index + 1) * step]
         state = block_state(row, block) if states is None else states[index]
@@ -120,7 +122,9 @@ def _write(
             continue
         assert body is not None
         assert not isinstance(body, Classed)
-        done.append(apply_block(element, block, index, row.kind, body, use))
+        end = at + row.changed * element.size
+        done.append(apply_block(element, block, index, row.kind, body, use, old[at:end]))
+        at = end
         if verify and block_hash(block) != row.target:
             revert(data, Undo(delta, tuple(done)), with_kernels=use)
             raise RefitError(
@@ -134,23 +138,29 @@ def _write(
 
 
 def apply_block(
-    element: Element, block: Bytes, index: int, kind: BlockKind, body: Marked | Bytes, use: CodecKernels
+    element: Element,
+    block: Bytes,
+    index: int,
+    kind: BlockKind,
+    body: Marked | Bytes,
+    use: CodecKernels,
+    old: Bytes | None = None,
 ) -> BlockUndo:
-    """Write one block; the way back. Nothing is checked here."""
+    """Write one block; the way back, with the old values of marked elements in ``old`` if given. Nothing is checked here."""
     if isinstance(body, Marked):
         write = use.apply_sparse if kind is BlockKind.SPARSE else use.apply_bitmask
-        return BlockUndo(index, kind, body.where, write(element, block, body))
+        return BlockUndo(index, kind, body.where, write(element, block, body, old))
     if kind is BlockKind.XOR:
         use.apply_xor(element, block, body)
         return BlockUndo(index, kind, body, np.empty(0, np.uint8))
-    old = block.copy()
+    before = block.copy()
     if kind is BlockKind.RAW:
         block[:] = body
     elif element.bits == 4:
         block[:] = body[0] | body[0] << 4
     else:
         block.view(element.unsigned)[:] = body.view(element.unsigned)[0]
-    return BlockUndo(index, kind, np.empty(0, np.uint8), old)
+    return BlockUndo(index, kind, np.empty(0, np.uint8), before)
 
 
 def _revert_block(element: Element, block: Bytes, undo: BlockUndo, use: CodecKernels) -> None:

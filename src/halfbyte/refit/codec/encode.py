@@ -10,6 +10,7 @@ import numpy as np
 
 from halfbyte.errors import RefitError
 from halfbyte.refit.arrays import Bytes
+from halfbyte.refit.codec.arena import Arena
 from halfbyte.refit.codec.blocks import BLOCK, Hashes, block_count, block_hash, element_count
 from halfbyte.refit.codec.delta import ROW, STREAMS, BlockKind, Coding, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
@@ -25,6 +26,7 @@ Profile = Literal["fast", "max"]
 _SPARSE_MOST = {"fast": 4, "max": 1}  # sparse up to one change in so many,
 _SPARSE_ONLY = 16  # and nothing else is tried below one in 16;
 _DENSE_LEAST = 4  # XOR and raw from one in 4
+_PAYLOAD = 32  # room for a payload of so much less than the weights, until it grows
 _NONE = (0,) * STREAMS
 
 
@@ -74,11 +76,11 @@ def encode(
         raise RefitError(f"{base_hashes.size} block hashes for {blocks} blocks")
     known = None if base_hashes is None else base_hashes.tolist()
     packer, room, step = Packer(), Room(), element.bytes_of(block)
-    payload: list[bytes] = []
+    payload = Arena(base.size // _PAYLOAD)
     rows = []
     for index in range(blocks):
         old, new = base[index * step : (index + 1) * step], target[index * step : (index + 1) * step]
-        changed, best = _encode_block(element, old, new, profile, packer, room, use)
+        changed, best, after = _encode_block(element, old, new, profile, packer, room, use)
         before = block_hash(old) if known is None else known[index]
         if best is None:
             rows.append((BlockKind.NOOP, 0, 0, 0, 0, _NONE, _NONE, before, before))
@@ -86,19 +88,20 @@ def encode(
         raw = (*(size for size, _, _ in best.streams), *_NONE)[:STREAMS]
         stored = (*(len(data) for _, _, data in best.streams), *_NONE)[:STREAMS]
         zstd = sum(is_zstd << s for s, (_, is_zstd, _) in enumerate(best.streams))
-        rows.append((best.kind, best.coding, zstd, 0, changed, raw, stored, before, block_hash(new)))
-        payload += (data for _, _, data in best.streams)
-    return TensorDelta(dtype, elements, block, np.array(rows, ROW), np.frombuffer(b"".join(payload), np.uint8))
+        rows.append((best.kind, best.coding, zstd, 0, changed, raw, stored, before, after))
+        for _, _, data in best.streams:
+            payload.put(data)
+    return TensorDelta(dtype, elements, block, np.array(rows, ROW), payload.content)
 
 
 def _encode_block(
     element: Element, base: Bytes, target: Bytes, profile: Profile, packer: Packer, room: Room, use: CodecKernels
-) -> tuple[int, _Candidate | None]:
-    """(changed elements, the shortest candidate; none for a block that stays)."""
+) -> tuple[int, _Candidate | None, int]:
+    """(changed elements, the shortest candidate, the target's hash); no candidate and no hash for a block that stays."""
     elements = base.size * 8 // element.bits
     marked = use.sparse(element, base, target, elements // _SPARSE_MOST[profile], room)
     if marked is not None and not marked.changed:
-        return 0, None
+        return 0, None, 0
     masked = None
     if marked is None or marked.changed * _SPARSE_ONLY > elements:
         masked = use.bitmask(element, base, target, room)
@@ -110,7 +113,8 @@ def _encode_block(
         candidate = _Candidate(kind, coding, streams)
         if best is None or candidate.size < best.size:
             best = candidate
-    return changed, best
+    known = marked.target if marked is not None else None
+    return changed, best, block_hash(target) if known is None else known
 
 
 def _candidates(

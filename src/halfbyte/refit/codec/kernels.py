@@ -20,13 +20,15 @@ class Marked:
 
     ``where``: gaps (a byte below 255 skips that many elements and marks the next; 255 skips 255 and marks none) or, for
     bitmask blocks, one bit an element, lowest first. ``values``: 4 bits a change, the first in the low half: zigzag of the
-    rank's difference minus one, or 15 where ``wide`` has the zigzag itself in the element's width.
+    rank's difference minus one, or 15 where ``wide`` has the zigzag itself in the element's width. ``target``: hash of the
+    block with the new values, where a kernel took it on the way.
     """
 
     changed: int
     where: Bytes
     values: Bytes
     wide: Bytes
+    target: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,11 +111,11 @@ class CodecKernels(Protocol):
         """Likewise for a mask."""
         ...
 
-    def apply_sparse(self, element: Element, data: Bytes, marked: Marked) -> Bytes:
-        """Writes the new values; returns the old ones (``element.size`` bytes each)."""
+    def apply_sparse(self, element: Element, data: Bytes, marked: Marked, old: Bytes | None = None) -> Bytes:
+        """Writes the new values; returns the old ones (``element.size`` bytes each), in ``old`` where it is given."""
         ...
 
-    def apply_bitmask(self, element: Element, data: Bytes, marked: Marked) -> Bytes:
+    def apply_bitmask(self, element: Element, data: Bytes, marked: Marked, old: Bytes | None = None) -> Bytes:
         """Likewise for a mask."""
         ...
 

@@ -19,6 +19,7 @@ _ISAS = ("generic", "avx2", "avx512")
 _SLACK = 64  # bytes that the kernels may write past a stream (kRefitSlack)
 _CLASS_HEAD = 2 + 6 * 256  # bytes: the classes' records
 _MOST_LOW = 20  # bits
+_HASHED = 241  # bytes from which on kernels hash blocks (kRefitHashed)
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -48,12 +49,13 @@ class NativeCodec:
         room, most = room or Room(), min(most, n)
         where = room.take("gaps", most + n // 255 + _SLACK)
         values, wide = room.take("sparse values", most + _SLACK), room.take("sparse wide", most * element.size)
-        size, changed, escapes = _native.refit_sparse(
+        size, changed, escapes, hash_ = _native.refit_sparse(
             self._isa, _kind(element), base, target, most, where, values, wide
         )
         if changed < 0:
             return None
-        return Marked(changed, where[:size], values[: (changed + 1) // 2], wide[: escapes * element.size])
+        known = hash_ if base.size >= _HASHED else None
+        return Marked(changed, where[:size], values[: (changed + 1) // 2], wide[: escapes * element.size], known)
 
     def bitmask(self, element: Element, base: Bytes, target: Bytes, room: Room | None = None) -> Marked:
         n = base.size * 8 // element.bits
@@ -77,11 +79,11 @@ class NativeCodec:
     def check_bitmask(self, element: Element, marked: Marked, elements: int) -> bool:
         return self._check(element, marked, elements, mask=True)
 
-    def apply_sparse(self, element: Element, data: Bytes, marked: Marked) -> Bytes:
-        return self._apply(element, data, marked, mask=False)
+    def apply_sparse(self, element: Element, data: Bytes, marked: Marked, old: Bytes | None = None) -> Bytes:
+        return self._apply(element, data, marked, old, mask=False)
 
-    def apply_bitmask(self, element: Element, data: Bytes, marked: Marked) -> Bytes:
-        return self._apply(element, data, marked, mask=True)
+    def apply_bitmask(self, element: Element, data: Bytes, marked: Marked, old: Bytes | None = None) -> Bytes:
+        return self._apply(element, data, marked, old, mask=True)
 
     def patch_sparse(self, element: Element, data: Bytes, marked: Marked) -> Units:
         return self._patch(element, data, marked, mask=False)
@@ -168,8 +170,9 @@ class NativeCodec:
             )
         )
 
-    def _apply(self, element: Element, data: Bytes, marked: Marked, *, mask: bool) -> Bytes:
-        old = np.empty(marked.changed * element.size, np.uint8)
+    def _apply(self, element: Element, data: Bytes, marked: Marked, old: Bytes | None, *, mask: bool) -> Bytes:
+        if old is None:
+            old = np.empty(marked.changed * element.size, np.uint8)
         _native.refit_apply(
             self._isa, _kind(element), mask, data, marked.where, marked.values, marked.wide, marked.changed, old
         )

@@ -9,6 +9,7 @@ import numpy as np
 
 from halfbyte.errors import RefitError
 from halfbyte.refit.arrays import Bytes
+from halfbyte.refit.codec.arena import Arena
 from halfbyte.refit.codec.blocks import block_hash, element_count
 from halfbyte.refit.codec.delta import BlockKind, BlockRow, Coding, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
@@ -86,13 +87,13 @@ def prepare(
     check_fits(dtype, data, delta, where)
     use = with_kernels or kernels()
     element, unpacker, step = element_of(dtype), Unpacker(), element_of(dtype).bytes_of(delta.block)
-    states, bodies = [], []
+    states, bodies, arenas = [], [], stream_arenas(delta)
     for index, row in enumerate(delta.rows()):
         block = data[index * step : (index + 1) * step]
         state = block_state(row, block, audit=audit)
         body = None
         if state is not BlockState.UNCHANGED:
-            body = decode_block(delta, row, index, element, unpacker, use, where)
+            body = decode_block(delta, row, index, element, unpacker, use, where, arenas)
         if isinstance(body, Classed) and state is BlockState.READY:
             body = use.from_classes(element, block, body)
             if body is None:
@@ -109,9 +110,16 @@ def decode(delta: TensorDelta, *, where: str = "delta", with_kernels: CodecKerne
         RefitError: a damaged stream.
     """
     use, element, unpacker = with_kernels or kernels(), element_of(delta.dtype), Unpacker()
+    arenas = stream_arenas(delta)
     return tuple(
-        decode_block(delta, row, index, element, unpacker, use, where) for index, row in enumerate(delta.rows())
+        decode_block(delta, row, index, element, unpacker, use, where, arenas) for index, row in enumerate(delta.rows())
     )
+
+
+def stream_arenas(delta: TensorDelta) -> tuple[Arena, Arena]:
+    """Memory for all streams of a delta: for those that an undo keeps, and for the others."""
+    sizes = delta.table["raw"].sum(0, dtype=np.int64)
+    return Arena(int(sizes[0])), Arena(int(sizes[1:].sum()))
 
 
 def check_fits(dtype: str, data: Bytes, delta: TensorDelta, where: str) -> None:
@@ -141,8 +149,9 @@ def decode_block(
     unpacker: Unpacker,
     use: CodecKernels,
     where: str,
+    arenas: tuple[Arena, Arena] | None = None,
 ) -> Body:
-    """Decompress a block's streams and check what can be checked without the weights.
+    """Decompress a block's streams, into ``arenas`` if given, and check what can be checked without the weights.
 
     Raises:
         RefitError: a damaged stream.
@@ -151,13 +160,14 @@ def decode_block(
     if kind is BlockKind.NOOP:
         return None
     streams, at, zstd = [], row.offset, row.zstd
-    for raw, stored in zip(row.raw, row.stored, strict=True):
+    for number, (raw, stored) in enumerate(zip(row.raw, row.stored, strict=True)):
         if raw == 0:
             streams.append(_EMPTY)
             zstd >>= 1
             continue
+        arena = None if arenas is None else arenas[number > 0]
         try:
-            streams.append(unpacker.unpack(delta.payload[at : at + stored], bool(zstd & 1), raw))
+            streams.append(unpacker.unpack(delta.payload[at : at + stored], bool(zstd & 1), raw, arena))
         except RefitError as error:
             raise RefitError(error.what, where=f"{where}, block {index}", fix="fetch the object again") from error
         at, zstd = at + stored, zstd >> 1
@@ -170,7 +180,7 @@ def decode_block(
         return streams[0]
     if row.coding is Coding.CLASSES:
         return Classed(row.changed, *streams)
-    marked = Marked(row.changed, *streams[:3])
+    marked = Marked(row.changed, streams[0], streams[1], streams[2])
     check = use.check_sparse if kind is BlockKind.SPARSE else use.check_bitmask
     if not check(element, marked, elements):
         raise misfit(where, index)

@@ -67,11 +67,11 @@ class ReferenceCodec:
         inside = bits.size >= elements and not bits[elements:].any()
         return inside and int(bits.sum()) == marked.changed and values_agree(element, marked)
 
-    def apply_sparse(self, element: Element, data: Bytes, marked: Marked) -> Bytes:
-        return _apply(element, data, positions_of_gaps(marked.where), marked)
+    def apply_sparse(self, element: Element, data: Bytes, marked: Marked, old: Bytes | None = None) -> Bytes:
+        return _kept(_apply(element, data, positions_of_gaps(marked.where), marked), old)
 
-    def apply_bitmask(self, element: Element, data: Bytes, marked: Marked) -> Bytes:
-        return _apply(element, data, _positions_of_mask(marked.where), marked)
+    def apply_bitmask(self, element: Element, data: Bytes, marked: Marked, old: Bytes | None = None) -> Bytes:
+        return _kept(_apply(element, data, _positions_of_mask(marked.where), marked), old)
 
     def patch_sparse(self, element: Element, data: Bytes, marked: Marked) -> Units:
         return _patch(element, data, positions_of_gaps(marked.where), marked)
@@ -116,6 +116,13 @@ class ReferenceCodec:
 
     def from_classes(self, element: Element, base: Bytes, classed: Classed) -> Marked | None:
         return from_classes(element, base, classed)
+
+
+def _kept(values: Bytes, room: Bytes | None) -> Bytes:
+    if room is None:
+        return values
+    room[:] = values
+    return room
 
 
 def _positions_of_mask(mask: Bytes) -> npt.NDArray[np.int64]:

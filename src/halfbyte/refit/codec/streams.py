@@ -7,6 +7,7 @@ import zstandard
 
 from halfbyte.errors import RefitError
 from halfbyte.refit.arrays import Bytes
+from halfbyte.refit.codec.arena import Arena
 
 __all__ = ["Packer", "Unpacker"]
 
@@ -41,8 +42,8 @@ class Unpacker:
     def __init__(self) -> None:
         self._zstd = zstandard.ZstdDecompressor()
 
-    def unpack(self, stored: Bytes, is_zstd: bool, size: int) -> Bytes:
-        """The stream of exactly ``size`` bytes.
+    def unpack(self, stored: Bytes, is_zstd: bool, size: int, arena: Arena | None = None) -> Bytes:
+        """The stream of exactly ``size`` bytes, in ``arena`` where one is given.
 
         Raises:
             RefitError: no zstd frame, or one of another size; found out before memory of that size is taken.
@@ -60,4 +61,4 @@ class Unpacker:
             raise RefitError(f"a damaged zstd frame ({error})") from error
         if raw.size != size:
             raise RefitError(f"a zstd frame held {raw.size} bytes, its table says {size}")
-        return raw
+        return raw if arena is None else arena.put(raw)
