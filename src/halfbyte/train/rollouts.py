@@ -10,6 +10,7 @@ index), so every backend that plays a job under the same weights hands back the 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,12 @@ from halfbyte.refit.patch import Stamp, Update
 from halfbyte.rollout.code_changes import CodeChanges, code_changes
 from halfbyte.rollout.engine import Engine
 from halfbyte.rollout.packer import Source
+from halfbyte.rollout.protocol import TokenEngine
 from halfbyte.rollout.refit_target import EngineTarget, SharedEngineTarget
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.collect import play
 
-__all__ = ["Deployed", "Job", "LocalRollouts", "Rollouts", "WeightSource", "deploy_to"]
+__all__ = ["Deployed", "Job", "LocalRollouts", "PlayedAtOnce", "Rollouts", "WeightSource", "deploy_to"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,43 +154,28 @@ def deploy_to(target: EngineTarget, update: Update) -> Deployed:
     return Deployed(code_changes(before, target.engine.weights), seconds - pause, pause)
 
 
-class LocalRollouts:
-    """Episodes in this process, played when they are submitted.
+class PlayedAtOnce(ABC):
+    """Jobs that are played when they are submitted, by the engine that ``_engine`` gives: the part that such backends share.
 
     Arguments:
-        engine: serves the learner's published weights.
+        environment, tokenizer: of all jobs.
         prompt_limit: longest prompt, in tokens.
-
-    Attributes:
-        target: takes updates for the engine; there after :meth:`connect`.
     """
 
-    def __init__(
-        self, engine: Engine, environment: Environment, tokenizer: Tokenizer, prompt_limit: int | None = None
-    ) -> None:
-        self.engine, self.environment, self.tokenizer, self.prompt_limit = engine, environment, tokenizer, prompt_limit
-        self.target: EngineTarget
+    def __init__(self, environment: Environment, tokenizer: Tokenizer, prompt_limit: int | None) -> None:
+        self.environment, self.tokenizer, self.prompt_limit = environment, tokenizer, prompt_limit
         self._done: dict[int, list[Trajectory]] = {}
         self._busy, self._since = 0.0, time.perf_counter()
 
     @property
+    @abstractmethod
+    def _engine(self) -> TokenEngine:
+        """What plays them."""
+
+    @property
     def version(self) -> int:
         """See :class:`Rollouts`."""
-        return self.engine.version
-
-    @property
-    def in_fp4(self) -> bool:
-        """See :class:`Rollouts`."""
-        return code_changes(self.engine.weights, self.engine.weights).codes > 0
-
-    @property
-    def weights(self) -> RolloutWeights | None:
-        """See :class:`Rollouts`."""
-        return self.engine.weights
-
-    def connect(self, source: WeightSource) -> None:
-        """See :class:`Rollouts`."""
-        self.target = SharedEngineTarget(self.engine, source.latest, stamp=source.stamp)
+        return self._engine.version
 
     def submit(self, job: Job) -> None:
         """See :class:`Rollouts`."""
@@ -207,20 +194,21 @@ class LocalRollouts:
         assert job.version in (None, self.version), "jobs are played as they are submitted"
         started = time.perf_counter()
         try:
-            if job.recorded:
-                return self._collect(job)
-            with self.engine.unrecorded():
-                return self._collect(job)
+            return self._collect(job)
         finally:
             self._busy += time.perf_counter() - started
 
-    def deploy(self, update: Update) -> Deployed:
-        """See :class:`Rollouts`."""
-        return deploy_to(self.target, update)
-
-    def guide(self, plan: Plan) -> None:
-        """See :class:`Rollouts`."""
-        self.engine.guide(plan)
+    def _collect(self, job: Job) -> list[Trajectory]:
+        return play(
+            self._engine,
+            self.environment,
+            self.tokenizer,
+            job.prompts,
+            job.sampling,
+            samples=job.samples,
+            keys=job.keys,
+            max_prompt_tokens=self.prompt_limit,
+        )
 
     def idle_seconds(self) -> float:
         """See :class:`Rollouts`."""
@@ -233,14 +221,53 @@ class LocalRollouts:
         """See :class:`Rollouts`."""
         self._done.clear()
 
+
+class LocalRollouts(PlayedAtOnce):
+    """Episodes in this process.
+
+    Arguments:
+        engine: serves the learner's published weights.
+        environment, tokenizer, prompt_limit: see :class:`PlayedAtOnce`.
+
+    Attributes:
+        target: takes updates for the engine; there after :meth:`connect`.
+    """
+
+    def __init__(
+        self, engine: Engine, environment: Environment, tokenizer: Tokenizer, prompt_limit: int | None = None
+    ) -> None:
+        super().__init__(environment, tokenizer, prompt_limit)
+        self.engine = engine
+        self.target: EngineTarget
+
+    @property
+    def _engine(self) -> Engine:
+        return self.engine
+
+    @property
+    def in_fp4(self) -> bool:
+        """See :class:`Rollouts`."""
+        return code_changes(self.engine.weights, self.engine.weights).codes > 0
+
+    @property
+    def weights(self) -> RolloutWeights | None:
+        """See :class:`Rollouts`."""
+        return self.engine.weights
+
+    def connect(self, source: WeightSource) -> None:
+        """See :class:`Rollouts`."""
+        self.target = SharedEngineTarget(self.engine, source.latest, stamp=source.stamp)
+
+    def deploy(self, update: Update) -> Deployed:
+        """See :class:`Rollouts`."""
+        return deploy_to(self.target, update)
+
+    def guide(self, plan: Plan) -> None:
+        """See :class:`Rollouts`."""
+        self.engine.guide(plan)
+
     def _collect(self, job: Job) -> list[Trajectory]:
-        return play(
-            self.engine,
-            self.environment,
-            self.tokenizer,
-            job.prompts,
-            job.sampling,
-            samples=job.samples,
-            keys=job.keys,
-            max_prompt_tokens=self.prompt_limit,
-        )
+        if job.recorded:
+            return super()._collect(job)
+        with self.engine.unrecorded():
+            return super()._collect(job)

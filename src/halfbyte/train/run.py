@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -14,14 +15,16 @@ from torch import Tensor
 from halfbyte.config import Config, difference
 from halfbyte.envs import Environment, Split, make_env
 from halfbyte.errors import ConfigError, DataError
+from halfbyte.guidance.batch import Alignment
 from halfbyte.guidance.plan import Plan
-from halfbyte.kernels import active
+from halfbyte.kernels import Kernels, active
 from halfbyte.kernels.registry import for_device
 from halfbyte.learner.learner import Learner
 from halfbyte.learner.ranks import Ranks
+from halfbyte.models.architecture import Architecture
 from halfbyte.models.checkpoint_writer import save_checkpoint
 from halfbyte.models.open_model import open_model
-from halfbyte.models.precision import precision_from
+from halfbyte.models.precision import Precision, precision_from
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.objective import delimiter_flags
 from halfbyte.rollout.weights import RolloutWeights
@@ -77,22 +80,28 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False, ray_ad
         return _run(config, ranks, resume=resume, overwrite=overwrite, ray_address=ray_address)
 
 
-def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool, ray_address: str | None) -> int:
-    folder = folder_of(Path(config.train.out), ranks)
-    _refuse_to_mix(folder, config, resume=resume, overwrite=overwrite)
-    kernels, device = active(), device_of(config)
-    rollout_precision = precision_from(config.precision)
-    learner_precision = (
-        rollout_precision if config.learner.precision == "same" else precision_from(config.learner.precision)
-    )
-    counted = config.train.delta_precision
-    delta_precision = None if counted is None else precision_from(counted)
+@dataclass(frozen=True)
+class _Setting:
+    """What a configuration opens before anything is written."""
+
+    arch: Architecture
+    tensors: Mapping[str, Tensor]
+    tokenizer: Tokenizer
+    tokenizer_path: Path | None
+    environment: Environment
+    prompt_limit: int
+    longest: int  # tokens of a sequence
+    precision: Precision  # of the rollout
+    alignment: Alignment | None
+    guidance: Plan
+
+
+def _open_setting(config: Config) -> _Setting:
     checkpoint, tokenizer = open_model(config.model.path)
-    arch = checkpoint.architecture
-    settings = dict(config.env.options)
+    arch, options = checkpoint.architecture, dict(config.env.options)
     if config.env.reward is not None:
-        settings["reward"] = config.env.reward
-    env = make_env(config.env.name, **settings)
+        options["reward"] = config.env.reward
+    environment = make_env(config.env.name, **options)
     room = arch.max_positions - config.rollout.max_tokens
     if room < 1:
         raise ConfigError(
@@ -100,17 +109,37 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool, ray_add
             where="rollout.max_tokens",
             expected=f"fewer than the model's {arch.max_positions} positions",
         )
-    prompt_limit = min(config.env.max_prompt_tokens, room)
+    prompt_limit, precision = min(config.env.max_prompt_tokens, room), precision_from(config.precision)
     if config.learner.execution == "native":  # both sides round alike: there is nothing to guide
         alignment, guidance = None, Plan()
     else:
-        alignment, guidance = make_alignment(config.alignment, arch, rollout_precision, learner_precision)
-    longest = arch.max_positions if env.multi_turn else prompt_limit + config.rollout.max_tokens
-    learner = Learner(
+        alignment, guidance = make_alignment(config.alignment, arch, precision, _learner_precision(config))
+    return _Setting(
         arch,
         checkpoint.tensors,
-        precision=learner_precision,
-        rollout_precision=rollout_precision,
+        tokenizer,
+        checkpoint.tokenizer_path,
+        environment,
+        prompt_limit,
+        arch.max_positions if environment.multi_turn else prompt_limit + config.rollout.max_tokens,
+        precision,
+        alignment,
+        guidance,
+    )
+
+
+def _learner_precision(config: Config) -> Precision:
+    return precision_from(config.precision if config.learner.precision == "same" else config.learner.precision)
+
+
+def _open_learner(config: Config, ranks: Ranks, setting: _Setting, kernels: Kernels) -> Learner:
+    device, arch = device_of(config), setting.arch
+    segmented = config.objective.segmenter == "delimiter"
+    return Learner(
+        arch,
+        setting.tensors,
+        precision=_learner_precision(config),
+        rollout_precision=setting.precision,
         config=config.learner,
         objective_config=config.objective,
         kernels=for_device(device.type),
@@ -118,44 +147,57 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool, ray_add
         total_steps=config.train.steps,
         seed=config.train.seed,
         max_response_tokens=config.rollout.max_tokens,
-        n_positions=longest,
-        alignment=alignment,
+        n_positions=setting.longest,
+        alignment=setting.alignment,
         pack=lambda tensors: RolloutWeights.pack(
-            arch, rollout_precision, tensors, kernels, version=0, n_positions=longest
+            arch, setting.precision, tensors, kernels, version=0, n_positions=setting.longest
         ),
-        delimiters=_delimiters(tokenizer, arch.vocab_size) if config.objective.segmenter == "delimiter" else None,
+        delimiters=_delimiters(setting.tokenizer, arch.vocab_size) if segmented else None,
         **sharding(ranks),
     )
-    progress, flight = Progress(), Flight()
+
+
+def _resumed(config: Config, checkpoint: Path | None, learner: Learner) -> tuple[Progress, Flight]:
+    """Where a checkpoint left off, with the learner as it was; the beginning without one."""
+    if checkpoint is None:
+        return Progress(), Flight()
+    progress = load_state(checkpoint, learner)
+    if progress.step > config.train.steps:
+        raise ConfigError(
+            f"the run has done {progress.step} steps", where="train.steps", expected=f"at least {progress.step}"
+        )
+    return progress, load_flight(checkpoint, progress.in_flight)
+
+
+def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool, ray_address: str | None) -> int:
+    folder = folder_of(Path(config.train.out), ranks)
+    _refuse_to_mix(folder, config, resume=resume, overwrite=overwrite)
+    kernels, counted = active(), config.train.delta_precision
+    delta_precision = None if counted is None else precision_from(counted)
+    setting = _open_setting(config)
+    learner = _open_learner(config, ranks, setting, kernels)
     saved = latest_checkpoint(folder.path / "checkpoints") if resume else None
-    if saved is not None:
-        progress = load_state(saved, learner)
-        flight = load_flight(saved, progress.in_flight)
-        if progress.step > config.train.steps:
-            raise ConfigError(
-                f"the run has done {progress.step} steps", where="train.steps", expected=f"at least {progress.step}"
-            )
-    recorded = guidance if progress.guidance is None else Plan.from_json(progress.guidance)
+    progress, flight = _resumed(config, saved, learner)
     tensors = dict(learner.parameters.published()) | learner.parameters.published_scales()
     rollouts = open_rollouts(
         config,
         ranks,
-        arch,
-        rollout_precision,
+        setting.arch,
+        setting.precision,
         kernels,
         tensors,
         version=progress.version,
-        environment=env,
-        tokenizer=tokenizer,
-        tokenizer_path=checkpoint.tokenizer_path,
-        longest=longest,
-        prompt_limit=prompt_limit,
-        guidance=recorded,
+        environment=setting.environment,
+        tokenizer=setting.tokenizer,
+        tokenizer_path=setting.tokenizer_path,
+        longest=setting.longest,
+        prompt_limit=setting.prompt_limit,
+        guidance=setting.guidance if progress.guidance is None else Plan.from_json(progress.guidance),
         folder=folder.path,
         ray_address=ray_address,
     )
     with closing(rollouts):
-        _check_prompts(env, tokenizer, prompt_limit)
+        _check_prompts(setting.environment, setting.tokenizer, setting.prompt_limit)
         tracker = make_tracker(
             config.train.tracker if ranks.rank == 0 else None,
             project="halfbyte",
@@ -172,24 +214,28 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool, ray_add
             weights = open_weights(folder.path / "refit", rollouts, learner, tensors, progress.version, delta_precision)
             del tensors
             trainer = Trainer(
-                config, folder, rollouts, learner, env, tokenizer, tracker, weights, progress, guidance, flight
+                config,
+                folder,
+                rollouts,
+                learner,
+                setting.environment,
+                setting.tokenizer,
+                tracker,
+                weights,
+                progress,
+                setting.guidance,
+                flight,
             )
             with _graceful_stop(trainer):
                 complete = trainer.run()
             tracker.finish()
             if not complete:
                 return 130
-            published = dict(learner.parameters.published())
-            if ranks.rank:
-                return 0
-            save_checkpoint(
-                folder.path / "model",
-                arch,
-                published,
-                tokenizer_from=checkpoint.tokenizer_path,
-                overwrite=True,
-            )
-            folder.write_json("summary.json", trainer.summary())
+            published = dict(learner.parameters.published())  # on all ranks: it gathers
+            if ranks.rank == 0:
+                model = folder.path / "model"
+                save_checkpoint(model, setting.arch, published, tokenizer_from=setting.tokenizer_path, overwrite=True)
+                folder.write_json("summary.json", trainer.summary())
     return 0
 
 

@@ -16,15 +16,13 @@ from halfbyte.guidance.plan import Plan
 from halfbyte.models.architecture import Architecture
 from halfbyte.models.precision import Precision
 from halfbyte.models.tokenizer import Tokenizer
-from halfbyte.models.trajectory import Trajectory
 from halfbyte.refit.patch import Update
 from halfbyte.rollout.code_changes import CodeChanges
 from halfbyte.rollout.vllm.client import VllmClient
 from halfbyte.rollout.vllm.engine import VllmEngine
 from halfbyte.rollout.vllm.server import VllmServer
 from halfbyte.rollout.weights import RolloutWeights
-from halfbyte.train.collect import play
-from halfbyte.train.rollouts import Deployed, Job, WeightSource
+from halfbyte.train.rollouts import Deployed, PlayedAtOnce, WeightSource
 
 __all__ = ["VllmRollouts", "VllmSettings"]
 
@@ -54,12 +52,12 @@ class VllmSettings:
     verify_every: int = 1
 
 
-class VllmRollouts:
-    """Plays jobs when they are submitted; see :class:`~halfbyte.train.rollouts.Rollouts`.
+class VllmRollouts(PlayedAtOnce):
+    """Episodes by a vLLM server; see :class:`~halfbyte.train.rollouts.Rollouts`.
 
     Arguments:
         precision: what trajectories record; the server has to run it.
-        prompt_limit: longest prompt, in tokens.
+        environment, tokenizer, prompt_limit: see :class:`~halfbyte.train.rollouts.PlayedAtOnce`.
 
     Attributes:
         engine: there after :meth:`connect`.
@@ -77,17 +75,14 @@ class VllmRollouts:
         tokenizer: Tokenizer,
         prompt_limit: int | None = None,
     ) -> None:
+        super().__init__(environment, tokenizer, prompt_limit)
         self.settings, self.arch, self.precision = settings, arch, precision
-        self.environment, self.tokenizer, self.prompt_limit = environment, tokenizer, prompt_limit
         self.engine: VllmEngine
         self._server: VllmServer | None = None
-        self._done: dict[int, list[Trajectory]] = {}
-        self._busy, self._since = 0.0, time.perf_counter()
 
     @property
-    def version(self) -> int:
-        """See :class:`~halfbyte.train.rollouts.Rollouts`."""
-        return self.engine.version
+    def _engine(self) -> VllmEngine:
+        return self.engine
 
     def connect(self, source: WeightSource) -> None:
         """Start the server if it is to be ours, and bring it to the store's HEAD.
@@ -111,36 +106,6 @@ class VllmRollouts:
         self.engine.connect(settings.store or str(source.store.resolve()), source.stamp)
         self._since = time.perf_counter()
 
-    def submit(self, job: Job) -> None:
-        """See :class:`~halfbyte.train.rollouts.Rollouts`."""
-        self._done[job.number] = self.play(job)
-
-    def take(self, number: int) -> list[Trajectory]:
-        """See :class:`~halfbyte.train.rollouts.Rollouts`."""
-        return self._done.pop(number)
-
-    def ready(self, *, wait: bool = False) -> set[int]:
-        """See :class:`~halfbyte.train.rollouts.Rollouts`."""
-        return set(self._done)
-
-    def play(self, job: Job) -> list[Trajectory]:
-        """See :class:`~halfbyte.train.rollouts.Rollouts`."""
-        assert job.version in (None, self.version), "jobs are played as they are submitted"
-        started = time.perf_counter()
-        try:
-            return play(
-                self.engine,
-                self.environment,
-                self.tokenizer,
-                job.prompts,
-                job.sampling,
-                samples=job.samples,
-                keys=job.keys,
-                max_prompt_tokens=self.prompt_limit,
-            )
-        finally:
-            self._busy += time.perf_counter() - started
-
     def deploy(self, update: Update) -> Deployed:
         """See :class:`~halfbyte.train.rollouts.Rollouts`. The worker fetches in the pause; verifying counts as staging."""
         done = self.engine.update(update.target)
@@ -159,16 +124,9 @@ class VllmRollouts:
                 "vLLM records no guidance", where="alignment.method", expected='"none"', fix='rollout.backend = "local"'
             )
 
-    def idle_seconds(self) -> float:
-        """See :class:`~halfbyte.train.rollouts.Rollouts`."""
-        now, busy = time.perf_counter(), self._busy
-        whole = now - self._since
-        self._busy, self._since = 0.0, now
-        return max(0.0, whole - busy)
-
     def close(self) -> None:
         """End the server if it is ours."""
-        self._done.clear()
+        super().close()
         if self._server is not None:
             self._server.close()
             self._server = None
