@@ -133,7 +133,8 @@ def one_process(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory, f
         "run(Config.from_json(json.load(open(sys.argv[1]))))\n"
         "assert not torch.distributed.is_initialized()\n"
         "names = ('torch.distributed.checkpoint', 'halfbyte.learner.sharded',\n"
-        "         'halfbyte.train.distributed', 'halfbyte.train.sharded_weights', 'halfbyte.train.rank_rollouts')\n"
+        "         'halfbyte.train.distributed', 'halfbyte.train.sharded_weights', 'halfbyte.train.rank_rollouts',\n"
+        "         'halfbyte.train.led_rollouts')\n"
         "sys.exit(', '.join(m for m in sys.modules if m.startswith(names)) or 0)\n"
     )
     config = config_file(policy_folder, out)
@@ -329,3 +330,47 @@ def test_wrong_configuration_is_said_once(policy_folder: Path, tmp_path: Path, f
     assert done.returncode != 0
     assert messages(done.stderr) == ["error: learner.execution = native on several ranks"]
     assert not (tmp_path / "run").exists()
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "background": {"rollout__overlap": True, "rollout__staleness": 2},
+    "ray": {"rollout__backend": "ray", "rollout__workers": 1, "rollout__overlap": True, "rollout__staleness": 1},
+    "groups": {"rollout__overlap": True, "rollout__staleness": 2, "rollout__partial": True, "rollout__in_flight": True},
+}
+
+
+@pytest.mark.parametrize("backend", ["background", pytest.param("ray", marks=pytest.mark.slow)])
+def test_rollouts_that_rank_0_leads_give_what_one_process_gets(
+    backend: str, policy_folder: Path, tmp_path: Path, faulty: str
+) -> None:
+    if backend == "ray":
+        pytest.importorskip("ray")
+    alone, two = tmp_path / "alone", tmp_path / "two"
+    for ranks, out in ((1, alone), (2, two)):
+        done = train(ranks, faulty, "--config", str(config_file(policy_folder, out, **BESIDE[backend])))
+        assert done.returncode == 0, done.stderr[-4000:]
+    assert_alike(alone, two, 1e-5)
+    assert verify_store(FilesystemStore(two / "refit")).good
+    again = back_at(two, tmp_path / "again", 2)  # what was in flight is in the checkpoint
+    done = train(2, faulty, "--out", str(again), "--resume")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_alike(two, again, 0.0)
+
+
+@pytest.mark.slow
+def test_groups_as_they_get_ready_are_the_same_on_all_ranks(policy_folder: Path, tmp_path: Path, faulty: str) -> None:
+    done = train(2, faulty, "--config", str(config_file(policy_folder, tmp_path / "two", **BESIDE["groups"])))
+    assert done.returncode == 0, done.stderr[-4000:]
+    trained = [row for row in rows(tmp_path / "two") if row["kind"] == "train"]
+    assert [row["flight/taken"] for row in trained] == [6.0, 12.0, 18.0, 24.0]
+
+
+@pytest.mark.slow
+def test_an_error_of_the_backend_that_rank_0_leads_is_said_once(
+    policy_folder: Path, tmp_path: Path, faulty: str
+) -> None:
+    config = str(config_file(policy_folder, tmp_path / "run", **BESIDE["background"]))
+    done = train(2, faulty, "--config", config, FAULT="played", FAULT_RANK="0")
+    assert done.returncode != 0
+    assert [m[:18] for m in messages(done.stderr)] == ["error: a prompt of"], done.stderr[-5000:]
+    assert "rank 0 of 2" in done.stderr

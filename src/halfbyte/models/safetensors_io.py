@@ -21,9 +21,10 @@ import torch
 
 from halfbyte.errors import CheckpointError
 
-__all__ = ["DTYPE_NAMES", "Entry", "SafetensorsFile", "read_header", "write_safetensors"]
+__all__ = ["DTYPES", "DTYPE_NAMES", "Entry", "SafetensorsFile", "read_header", "write_safetensors"]
 
-_DTYPES: dict[str, torch.dtype] = {
+#: Name of a dtype in the format -> torch dtype.
+DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -43,7 +44,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 #: torch dtype -> its name in the format.
-DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 _MOST_DIMENSIONS = 64  # what torch can hold
 _HEADER_LIMIT = 100_000_000  # the format's own limit, bytes
@@ -183,10 +184,10 @@ def write_safetensors(
 def _entry(path: Path, name: str, value: object, start: int) -> Entry:
     if not isinstance(value, dict):
         raise _bad(path, f"the entry of tensor {name!r} is not an object")
-    dtype = _DTYPES.get(value["dtype"]) if isinstance(value.get("dtype"), str) else None
+    dtype = DTYPES.get(value["dtype"]) if isinstance(value.get("dtype"), str) else None
     if dtype is None:
         raise CheckpointError(
-            f"tensor {name!r} has unknown dtype {value.get('dtype')!r}", where=str(path), expected=", ".join(_DTYPES)
+            f"tensor {name!r} has unknown dtype {value.get('dtype')!r}", where=str(path), expected=", ".join(DTYPES)
         )
     shape, offsets = (_naturals(path, name, key, value.get(key)) for key in ("shape", "data_offsets"))
     if len(offsets) != 2 or offsets[0] > offsets[1]:

@@ -20,7 +20,7 @@ from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.rollout.engine import Engine
 from halfbyte.train.background import BackgroundRollouts
 from halfbyte.train.budgets import engine_options
-from halfbyte.train.ranks import local_rollouts
+from halfbyte.train.ranks import led_rollouts, local_rollouts
 from halfbyte.train.rollouts import Rollouts
 from halfbyte.train.vllm_rollouts import VllmRollouts, VllmSettings
 
@@ -56,7 +56,8 @@ def open_rollouts(
         ray_address: the cluster of ``rollout.backend = "ray"``; None takes ``RAY_ADDRESS``, or starts Ray on this machine.
     """
     rollout = config.rollout
-    if rollout.backend == "vllm":
+
+    def vllm() -> Rollouts:
         settings = VllmSettings(
             rollout.url,
             rollout.python,
@@ -70,7 +71,8 @@ def open_rollouts(
         served = VllmRollouts(settings, architecture, precision, environment, tokenizer, prompt_limit)
         served.guide(guidance)
         return served
-    if rollout.backend == "ray":
+
+    def ray() -> Rollouts:
         from halfbyte.train.ray.opening import open_ray_rollouts
 
         assert tokenizer_path is not None
@@ -88,18 +90,25 @@ def open_rollouts(
             folder=folder,
             address=ray_address,
         )
-    engine = Engine(
-        architecture,
-        precision,
-        tensors,
-        detokeniser=tokenizer,
-        options=engine_options(config, longest),
-        kernels=kernels,
-        version=version,
-        guidance=guidance,
-        shelf=Shelf(config.alignment.memory_mb, folder),
-    )
-    if rollout.overlap:
+
+    def engine() -> Engine:
+        return Engine(
+            architecture,
+            precision,
+            tensors,
+            detokeniser=tokenizer,
+            options=engine_options(config, longest),
+            kernels=kernels,
+            version=version,
+            guidance=guidance,
+            shelf=Shelf(config.alignment.memory_mb, folder),
+        )
+
+    def background() -> Rollouts:
         width = rollout.prompts_per_step * rollout.samples_per_prompt
-        return BackgroundRollouts(engine, environment, tokenizer, guidance, width=width, prompt_limit=prompt_limit)
-    return local_rollouts(ranks, tensors, engine, environment, tokenizer, prompt_limit)
+        return BackgroundRollouts(engine(), environment, tokenizer, guidance, width=width, prompt_limit=prompt_limit)
+
+    if rollout.backend == "local" and not rollout.overlap:
+        return local_rollouts(ranks, tensors, engine(), environment, tokenizer, prompt_limit)
+    make = {"vllm": vllm, "ray": ray, "local": background}[rollout.backend]
+    return led_rollouts(ranks, precision, make)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -19,11 +19,11 @@ from halfbyte.learner.ranks import Alone, Ranks
 from halfbyte.models.precision import Precision
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.rollout.engine import Engine
-from halfbyte.train.rollouts import LocalRollouts, Rollouts
+from halfbyte.train.rollouts import LocalRollouts, RankedRollouts, Rollouts
 from halfbyte.train.run_folder import Bystander, RunFolder
 from halfbyte.train.weights import WayOfWeights, WeightPath
 
-__all__ = ["folder_of", "local_rollouts", "open_weights", "ranks_of", "sharding"]
+__all__ = ["folder_of", "led_rollouts", "local_rollouts", "open_weights", "ranks_of", "sharding"]
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def ranks_of(config: Config) -> Iterator[Ranks]:
     from halfbyte.train.distributed import joined
 
     with joined(config) as group:
-        _check(config, group)
+        _check(config)
         yield group
 
 
@@ -76,6 +76,20 @@ def local_rollouts(
     return RankRollouts(engine, environment, tokenizer, prompt_limit, tensors, ranks)
 
 
+def led_rollouts(ranks: Ranks, precision: Precision, make: Callable[[], Rollouts]) -> Rollouts:
+    """A backend that one process talks to: this one alone, or rank 0 for all.
+
+    Raises:
+        UserError: ``make`` raised it, on rank 0.
+    """
+    if ranks.size == 1:
+        return make()
+    from halfbyte.train.agreement import together
+    from halfbyte.train.led_rollouts import LedRollouts
+
+    return LedRollouts(together(ranks, make if ranks.rank == 0 else lambda: None), ranks, precision)
+
+
 def open_weights(
     folder: Path,
     rollouts: Rollouts,
@@ -87,25 +101,14 @@ def open_weights(
     """The way of the weights; ``tensors`` are the published ones."""
     if learner.ranks.size == 1:
         return WeightPath(folder, rollouts, learner, version, delta_precision)
-    from halfbyte.train.rank_rollouts import RankRollouts
     from halfbyte.train.sharded_weights import ShardedWeightPath
 
-    assert isinstance(rollouts, RankRollouts)
-    return ShardedWeightPath(folder, rollouts, learner, tensors, version, delta_precision)
+    return ShardedWeightPath(folder, cast(RankedRollouts, rollouts), learner, tensors, version, delta_precision)
 
 
-def _check(config: Config, ranks: Ranks) -> None:
+def _check(config: Config) -> None:
     if config.learner.execution == "native":
         raise _common("learner.execution = native on several ranks", "learner.execution", 'the default, "emulated"')
-    if config.rollout.backend != "local":
-        raise _common(
-            f"rollout.backend = {config.rollout.backend} with a learner on {ranks.size} ranks",
-            "rollout.backend",
-            "local: each rank plays its share of the prompts",
-        )
-    if config.rollout.staleness or config.rollout.overlap:
-        what = "asynchronous rollouts with a learner on several ranks"
-        raise _common(what, "rollout.staleness, rollout.overlap", "0 and false")
 
 
 def _common(what: str, where: str, expected: str) -> ConfigError:

@@ -30,7 +30,16 @@ from halfbyte.rollout.refit_target import EngineTarget, SharedEngineTarget
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.collect import play
 
-__all__ = ["Deployed", "Job", "LocalRollouts", "PlayedAtOnce", "Rollouts", "WeightSource", "deploy_to"]
+__all__ = [
+    "Deployed",
+    "Job",
+    "LocalRollouts",
+    "PlayedAtOnce",
+    "RankedRollouts",
+    "Rollouts",
+    "WeightSource",
+    "deploy_to",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +153,17 @@ class Rollouts(Protocol):
 
     def close(self) -> None:
         """Stop playing and let go of everything; also after an error, and twice."""
+
+
+class RankedRollouts(Rollouts, Protocol):
+    """Rollouts of a learner on several ranks."""
+
+    def follow(self) -> None:
+        """After rank 0 has deployed a version: all ranks come to it; collective.
+
+        Raises:
+            RefitError, NumericsError: what was served is served still.
+        """
 
 
 def deploy_to(target: EngineTarget, update: Update) -> Deployed:

@@ -13,21 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from halfbyte.learner.learner import Learner
 from halfbyte.learner.sharded.parameters import ShardedParameters, rows_of
 from halfbyte.models.precision import Precision
-from halfbyte.refit.arrays import Bytes, flat_bytes, info_of
+from halfbyte.models.safetensors_io import DTYPES
+from halfbyte.refit.arrays import Bytes, TensorInfo, flat_bytes, info_of, infos_of
 from halfbyte.refit.codec import Hashes, TensorDelta, block_hashes, encode, joined, whole_blocks
 from halfbyte.refit.head import read_head
 from halfbyte.refit.objects import read_object, write_object
 from halfbyte.refit.publisher import Published, PublishOptions
 from halfbyte.refit.store.filesystem import FilesystemStore
 from halfbyte.rollout.packer import Source
+from halfbyte.rollout.weights import published
 from halfbyte.train.agreement import together
-from halfbyte.train.rank_rollouts import RankRollouts
-from halfbyte.train.rollouts import WeightSource
+from halfbyte.train.rollouts import RankedRollouts, WeightSource
 from halfbyte.train.weights import OPTIONS, WeightPath
 
 __all__ = ["ShardedWeightPath"]
@@ -43,7 +45,7 @@ class ShardedWeightPath:
     def __init__(
         self,
         folder: Path,
-        rollouts: RankRollouts,
+        rollouts: RankedRollouts,
         learner: Learner,
         tensors: Mapping[str, Tensor],
         version: int,
@@ -152,7 +154,7 @@ class _Lead(WeightPath):
     def __init__(
         self,
         folder: Path,
-        rollouts: RankRollouts,
+        rollouts: RankedRollouts,
         learner: Learner,
         tensors: Mapping[str, Tensor],
         version: int,
@@ -166,11 +168,17 @@ class _Lead(WeightPath):
 
     def _tensors(self) -> dict[str, Tensor]:
         if self.whole is not None:
+            self._infos = infos_of(self.whole)
             return dict(self.whole)
-        assert isinstance(self.rollouts, RankRollouts)
-        source = self.rollouts.target.source
-        views = dict(self.rollouts.target.layout.checkpoint_views(source.params))
-        return views | {f"{name}.global_scale": scale for name, scale in source.scales.items()}
+        return {name: self._copied(info) for name, info in self._infos.items()}
+
+    def _copied(self, info: TensorInfo) -> Tensor:
+        """A published tensor as it is now; the publisher writes to its own."""
+        held = torch.from_numpy(self.publisher.held(info.name).copy())
+        return held.view(DTYPES[info.dtype]).reshape(info.shape)
+
+    def _latest(self) -> Source:
+        return published(self.learner.arch, self.learner.rollout_precision, self._tensors())
 
     def _next(self, version: int) -> Published:
         if self.whole is not None:
