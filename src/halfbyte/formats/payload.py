@@ -62,8 +62,10 @@ class Payload:
 
     def select(self, rows: Tensor) -> Payload:
         """The entries ``rows`` (int64) of the first dimension."""
-        g = self.global_scale if self.global_scale.dim() == 0 else self.global_scale[rows]
-        return Payload(self.codes[rows], self.scales[rows], g, self.spec, self.bits, (len(rows), *self.shape[1:]))
+        # index_select copies whole rows; indexing goes byte by byte
+        codes, scales, g = self.codes.index_select(0, rows), self.scales.index_select(0, rows), self.global_scale
+        g = g if g.dim() == 0 else g.index_select(0, rows)
+        return Payload(codes, scales, g, self.spec, self.bits, (len(rows), *self.shape[1:]))
 
     def check(self, name: str = "guidance") -> Payload:
         """The payload, or the error that says why no quantiser of ours can have written it.

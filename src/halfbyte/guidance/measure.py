@@ -89,7 +89,9 @@ class Observer:
         if len(rows) < self.tokens:
             rows = _guided_rows(guide.guided)[: self.tokens]
         if len(rows):
-            self.found[key] = _compare(self.kernels, x.detach()[rows], guide.select(rows), self.thorough)
+            self.found[key] = _compare(
+                self.kernels, x.detach().index_select(0, rows), guide.select(rows), self.thorough
+            )
 
     def total(self) -> Comparison:
         """All sites together."""
@@ -121,24 +123,22 @@ class Observer:
 
 def _compare(kernels: Kernels, x: Tensor, guide: Guide, thorough: bool) -> Comparison:
     payload = guide.payload
-    own = kernels.quantise(x.contiguous(), payload.spec, name=guide.site)
+    own, told = kernels.quantise_with_payload(x.contiguous(), payload.spec, payload.bits, name=guide.site)
     asked: tuple[PayloadBits, ...] = (1, 2, 4) if thorough else (4,)
-    if payload.bits == 4 and _same(own, payload):
-        size = float(kernels.dequantise(own).double().square().sum())
-        return Comparison(
-            values=x.numel(),
-            blocks=own.scales.numel(),
-            differences=[x.numel()] + [0] * FAR,
-            left_by_bits=dict.fromkeys(asked, 0),  # the own code is the neighbour that every payload points at
-            size=size,
-        )
-    at_theirs = QuantTensor(own.codes, payload.scales, payload.global_scale, payload.spec, own.shape)
-    scales = [q.scale_values() * (g.unsqueeze(-1) if (g := q.multiplier()).dim() else g) for q in (own, at_theirs)]
-    out = Comparison(
-        values=x.numel(), blocks=own.scales.numel(), scales=int((scales[0] != scales[1]).sum()), whole=payload.bits == 4
-    )
-    if payload.bits != 4:
-        out.mismatched = int((kernels.payload(own, payload.bits).residues() != payload.residues()).sum())
+    whole = payload.bits == 4
+    out = Comparison(values=x.numel(), blocks=own.scales.numel(), whole=whole)
+    same_codes, same_scales = _same(told, payload)
+    if whole and same_scales and same_codes:
+        out.differences = [x.numel()] + [0] * FAR
+        out.left_by_bits = dict.fromkeys(asked, 0)  # the own code is the neighbour that every payload points at
+        out.size = float(kernels.dequantise(own).double().square().sum())
+        return out
+    if not same_scales:
+        at_theirs = QuantTensor(own.codes, payload.scales, payload.global_scale, payload.spec, own.shape)
+        scales = [q.scale_values() * (g.unsqueeze(-1) if (g := q.multiplier()).dim() else g) for q in (own, at_theirs)]
+        out.scales = int((scales[0] != scales[1]).sum())
+    if not whole:
+        out.mismatched = 0 if same_codes else int((told.residues() != payload.residues()).sum())
         return out
     theirs = payload.quantised()
     distance = (_index(own) - _index(theirs)).abs().clamp(max=FAR)
@@ -158,10 +158,10 @@ def _guided_rows(guided: Tensor) -> Tensor:
     return (guided if guided.dim() == 1 else guided.flatten(1).all(dim=1)).nonzero().view(-1)
 
 
-def _same(own: QuantTensor, payload: Payload) -> bool:
-    """Whether every code and scale of ``payload`` (4 bits) is the learner's own, as they mostly are where the gap is small."""
-    theirs = (payload.codes, payload.scales, payload.global_scale)
-    return all(torch.equal(a, b) for a, b in zip((own.codes, own.scales, own.global_scale), theirs))
+def _same(own: Payload, theirs: Payload) -> tuple[bool, bool]:
+    """Whether all codes are the learner's own, and all scales, as they mostly are where the gap is small: found as packed."""
+    scales = torch.equal(own.scales, theirs.scales) and torch.equal(own.global_scale, theirs.global_scale)
+    return torch.equal(own.codes, theirs.codes), scales
 
 
 def _index(q: QuantTensor) -> Tensor:
