@@ -4,7 +4,8 @@
 
 ``worker``: one run; its workers are killed, one after the other. ``run``: the process that trains is killed and resumed.
 ``head``: Ray's head (GCS) is killed; the run must end with exit code 2 and a message, and is resumed. At the end metrics and
-weights are compared with a run in one process, and the refit store is verified. Prints one JSON object. Needs psutil.
+weights are compared with a run in one process, and the refit store is verified. Prints one JSON object. ``run`` and ``head`` go
+on with what an earlier call left in the folder; its kills are not counted. Needs psutil.
 """
 
 from __future__ import annotations
@@ -93,11 +94,12 @@ def kill_workers(out: Path, steps: int, kills: int, draw: random.Random) -> dict
 
 
 def kill_again_and_again(out: Path, steps: int, kills: int, draw: random.Random, *, head: bool) -> dict[str, Any]:
-    codes, done, more = [], 0, []
+    codes, done = [], 0
     while True:
+        more = ["--resume"] if (out / "config.json").is_file() else []
         run, goal = on_ray(out, steps, *more), len(rows(out)) + draw.randint(1, 12)
         while done < kills and run.poll() is None and len(rows(out)) < goal:
-            time.sleep(0.02)
+            time.sleep(0.1)
         if done < kills and run.poll() is None:
             time.sleep(draw.uniform(0.0, 1.0))
             victims = [psutil.Process(run.pid)]
@@ -105,13 +107,12 @@ def kill_again_and_again(out: Path, steps: int, kills: int, draw: random.Random,
                 victims = [p for p in victims[0].children(recursive=True) if p.name() == "gcs_server"]
             for victim in victims:
                 victim.kill()
-            done += 1
+            done += bool(victims)  # the run may have ended meanwhile, and its head with it
         codes.append(run.wait())
         if codes[-1] == 0:
             return {"kills": done, "codes": codes}
         if codes[-1] not in ((2,) if head else (-9,)):
             raise SystemExit(f"exit code {codes[-1]}, see {out}.log")
-        more = ["--resume"] if (out / "config.json").is_file() else []
 
 
 def main() -> None:

@@ -29,7 +29,8 @@ ENVIRONMENT = {
 }
 #: On one machine processors are logical: any number of workers starts, and the system shares the real ones out.
 _PLENTY = 256
-_ATTEMPTS = 3
+#: Starts of Ray here before the run gives up. Each has 30 s, a constant of Ray's: short on a busy machine.
+_ATTEMPTS = 6
 
 
 class Cluster:
@@ -101,7 +102,7 @@ class Cluster:
                 self.ray.init(**options)
                 return
             except Exception as error:  # Ray raises whatever it meets
-                if address is None and attempt < _ATTEMPTS:  # its own patience of 30 s is short on a busy machine
+                if address is None and attempt < _ATTEMPTS:
                     with suppress(Exception):
                         self.ray.shutdown()
                     continue
