@@ -55,6 +55,7 @@ FREE = (
     "rollout.server_arguments",
     "rollout.store",
     "rollout.verify_every",
+    "learner.compile",
     "learner.rank_timeout",
 )
 #: finite data sets up to this size are checked before the first step
@@ -113,7 +114,7 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool, ray_add
         rollout_precision=rollout_precision,
         config=config.learner,
         objective_config=config.objective,
-        kernels=for_device(device.type),
+        kernels=for_device(device.type, config.learner.compile),
         device=device,
         total_steps=config.train.steps,
         seed=config.train.seed,
