@@ -13,7 +13,7 @@ RUN ?= runs/demo
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-heavy test-vllm trial-example sanitize lint format docs bench native clean
+.PHONY: help demo test test-slow test-heavy test-vllm test-gpu trial-example sanitize lint format docs bench native clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -51,6 +51,9 @@ $(VLLM)/stamp: pyproject.toml
 
 test-vllm: $(VENV)/development.stamp $(VLLM)/stamp ## the tests against a real vLLM server (minutes; own environment)
 	HALFBYTE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm -s tests/vllm
+
+test-gpu: $(VENV)/development.stamp ## kernels and a training step on a CUDA device against the CPU (skips without one)
+	$(BIN)/python -m pytest -m gpu -rs tests/kernels tests/learner
 
 test-heavy: $(VENV)/development.stamp ## long simulations and campaigns of kills (tens of minutes)
 	$(BIN)/python -m pytest -m heavy

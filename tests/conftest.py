@@ -11,6 +11,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before anything imports Triton: its kernels are then run by its interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

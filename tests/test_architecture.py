@@ -154,6 +154,7 @@ def test_imports_without_torch(module: str) -> None:
 
 def test_importing_everything_opens_no_connection() -> None:
     names = [name for name in MODULES if "kernels.native" not in name]  # the extension may not be built
+    names = [name for name in names if "kernels.gpu" not in name]  # nor Triton installed
     code = (
         "import socket, importlib\n"
         "def refuse(*arguments, **named): raise SystemExit('a connection at import')\n"

@@ -1,7 +1,8 @@
 """A device that is not there, simulated: its tensors report another device (``meta``) and hold their numbers on the CPU.
 
 What a real device would refuse is refused: an operation on tensors of both devices (scalars aside), memory read as if it were
-here. Operations compute with the CPU's own kernels, so that numbers can be compared bit by bit.
+here. Operations compute with the CPU's own kernels, so that numbers can be compared bit by bit. One habit of CUDA is kept: a
+divisor that is a number, or a tensor without dimensions on the CPU, is multiplied with by its rounded reciprocal.
 """
 
 from __future__ import annotations
@@ -55,6 +56,15 @@ class Simulated(TorchDispatchMode):
         return run(func, args, kwargs or {})
 
 
+def divided_by_a_scalar(func: Any, a: Any, b: Any = None, **kwargs: Any) -> torch.Tensor:
+    """``a / b`` as CUDA computes it for a ``b`` that is no tensor of its own: by the reciprocal, in float32 at least."""
+    if kwargs.get("rounding_mode") is not None or not a.is_floating_point():
+        return func(a, b, **kwargs)
+    wide = torch.promote_types(torch.result_type(a, b), torch.float32)
+    out = (a.to(wide) * (1.0 / torch.as_tensor(b, dtype=wide))).to(torch.result_type(a, b))
+    return a.copy_(out) if func.overloadpacket is aten.div_ else out
+
+
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
     theirs = [t for t in tensors if isinstance(t, Elsewhere)]
@@ -69,7 +79,10 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         there = False
     here = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
     bare = tree_map(lambda t: t.held if isinstance(t, Elsewhere) else t, (args, here))
-    out = func(*bare[0], **bare[1])
+    if func.overloadpacket in (aten.div, aten.div_) and isinstance(args[0], Elsewhere) and len(theirs) == 1:
+        out = divided_by_a_scalar(func, *bare[0], **bare[1])
+    else:
+        out = func(*bare[0], **bare[1])
     if not there:
         return args[0] if func.overloadpacket is aten.copy_ else out
     wrapped = tree_map(lambda t: Elsewhere(t) if isinstance(t, torch.Tensor) else t, out)

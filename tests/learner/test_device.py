@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from elsewhere import DEVICE, Elsewhere, Simulated
 
 from halfbyte.config import LearnerConfig, ObjectiveConfig, load_config
 from halfbyte.errors import ConfigError
-from halfbyte.kernels import get
+from halfbyte.formats import SPECS, QuantSpec
+from halfbyte.kernels import Kernels, get
 from halfbyte.kernels.registry import for_device
 from halfbyte.learner.learner import Learner
 from halfbyte.models.checkpoint import load_checkpoint
@@ -31,7 +33,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def make(case: dict[str, Any], device: torch.device | None) -> Learner:
+def make(case: dict[str, Any], device: torch.device | None, kernels: Kernels | None = None) -> Learner:
     checkpoint = load_checkpoint(Path(case["checkpoint"]))
     return Learner(
         checkpoint.architecture,
@@ -40,7 +42,7 @@ def make(case: dict[str, Any], device: torch.device | None) -> Learner:
         rollout_precision=sharded_case.chosen(case),
         config=LearnerConfig(**{"schedule": "constant", "warmup_steps": 0, **case.get("learner", {})}),
         objective_config=ObjectiveConfig(**case.get("objective", {})),
-        kernels=get("reference"),
+        kernels=kernels or get("reference"),
         total_steps=10,
         alignment=case.get("alignment"),
         device=device,
@@ -56,6 +58,32 @@ def test_the_simulation_refuses_what_a_device_would(simulated: None) -> None:
     with pytest.raises(AssertionError, match="as if it were here"):
         there.numpy()
     assert (there + 1).sum().item() == 6.0
+    x = torch.linspace(1.0, 2.0, 1000)
+    by_reciprocal = (x.to(DEVICE) / torch.tensor(6.0)).cpu()
+    assert torch.equal(by_reciprocal, x * (1.0 / torch.tensor(6.0)))
+    assert not torch.equal(by_reciprocal, x / 6.0)
+    assert torch.equal((x.to(DEVICE) / torch.tensor(6.0).to(DEVICE)).cpu(), x / 6.0)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_divisor_stays_on_the_cpu(spec: QuantSpec, dtype: torch.dtype, simulated: None) -> None:
+    """A GPU multiplies by the reciprocal of such a divisor, and codes at a border come out differently."""
+    generator = torch.Generator().manual_seed(1)
+    x = (torch.randn(64, 320, generator=generator) * torch.exp(torch.randn(64, 1, generator=generator))).to(dtype)
+    kernels, there = get("reference"), x.to(DEVICE)
+    given = [None] if spec.format == "mxfp4" else [None, torch.tensor(0.0371)]  # from calibration, on the CPU
+    for global_scale in given:
+        q = kernels.quantise(x, spec, global_scale=global_scale)
+        moved = kernels.quantise(there, spec, global_scale=global_scale)
+        assert torch.equal(moved.codes.cpu(), q.codes)
+        assert torch.equal(moved.scales.cpu(), q.scales)
+        assert torch.equal(kernels.dequantise(moved).cpu(), kernels.dequantise(q))
+        if spec.scale_rows == 1:
+            parts = {"codes": q.codes.to(DEVICE), "scales": q.scales.to(DEVICE)}
+            payload = replace(kernels.payload(q, 4), **parts)  # its one global scale comes from the CPU
+            guided = kernels.guided_round(there * 1.04, payload)
+            assert torch.equal(guided.cpu(), kernels.guided_round(x * 1.04, kernels.payload(q, 4)))
 
 
 @pytest.mark.parametrize(
@@ -115,8 +143,19 @@ def test_a_step_off_the_cpu_has_the_numbers_of_the_cpu(
         assert torch.equal(tensor.cpu(), state[name].cpu())
 
 
-def test_kernels_of_a_device(simulated: None) -> None:
-    assert for_device("cuda") is get("reference")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_step_on_cuda(family_folders: dict[str, Path]) -> None:
+    """Weights rounded to the CPU's bits by compiled kernels; log-probs within the sums' rounding, and a step is taken."""
+    case = {"family": "qwen3_moe", "precision": "w4a4kv4", "checkpoint": str(family_folders["qwen3_moe"])}
+    trajectories = sharded_case.rollouts(case)
+    here, there = make(case, None), make(case, torch.device("cuda"), for_device("cuda", "auto"))
+    for place, leaf in here.parameters._effective.items():
+        assert torch.equal(there.parameters._effective[place].cpu(), leaf), place
+    left, right = here.score(trajectories), there.score(trajectories)
+    same = ((right.logp - left.logp).abs() <= 1e-4 * left.logp.abs().clamp(min=1.0)).float().mean()
+    assert float(same) >= 0.8, "sums in other orders; an activation at a border may be rounded the other way"
+    assert there.step(trajectories, 0).changed
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

@@ -142,6 +142,7 @@ class LearnerConfig(Section):
         max_tokens_per_microbatch: sets its size in tokens instead.
         router_replay: use the rollout's expert choices.
         device: of the learner; ``auto`` is ``cuda`` where there is one (docs/gpu.md).
+        compile: rounding passes through ``torch.compile``: ``auto`` on a GPU, ``on`` on the CPU too, or ``off``; no bit changes.
         rank_timeout: seconds that a rank waits for the others, where ``torchrun`` started several (docs/fsdp.md).
     """
 
@@ -164,6 +165,7 @@ class LearnerConfig(Section):
     activation_checkpointing: bool = False
     router_replay: bool = True
     device: Literal["cpu", "cuda", "auto"] = "cpu"
+    compile: Literal["off", "auto", "on"] = "auto"
     rank_timeout: Positive = 600.0
 
     @model_validator(mode="after")
@@ -172,6 +174,8 @@ class LearnerConfig(Section):
             raise ValueError(
                 'execution = "native" runs the rollout\'s kernels, which are for the CPU: set device = "cpu"'
             )
+        if self.execution == "native" and self.compile == "on":
+            raise ValueError('execution = "native" runs the rollout\'s kernels: there is nothing to compile')
         if self.require_parity and self.execution != "native":
             raise ValueError('require_parity needs execution = "native": other products differ in the last bits')
         return self

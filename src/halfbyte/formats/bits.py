@@ -28,8 +28,8 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 def unpack_bits(packed: Tensor) -> Tensor:
     """Packed uint8 [..., K/8] to uint8 bits 0/1 [..., K]."""
-    bits: Tensor = (packed.unsqueeze(-1) & _WEIGHTS.to(packed.device)) != 0
-    return bits.to(torch.uint8).flatten(-2)
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(-1) >> shifts & 1).flatten(-2)
 
 
 def mantissa_bits(q: QuantTensor) -> Tensor:

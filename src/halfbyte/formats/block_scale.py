@@ -5,10 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.formats.grid import E2M1_MAX, encode_e4m3, encode_e8m0
+from halfbyte.formats.grid import E2M1_MAX, decode_e4m3, decode_e8m0, encode_e4m3, encode_e8m0
 from halfbyte.formats.spec import MxScale, QuantSpec
 
-__all__ = ["e4m3_bytes", "e4m3_target", "e8m0_bytes", "element_scales", "scaled_elements"]
+__all__ = [
+    "apply_scales",
+    "decode_scales",
+    "e4m3_bytes",
+    "e4m3_target",
+    "e8m0_bytes",
+    "element_scales",
+    "scaled_elements",
+]
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -23,7 +31,7 @@ def e4m3_target(amax: Tensor, g: Tensor, inverse: Tensor, spec: QuantSpec) -> Te
     if spec.block_scale == "divide_product":
         return amax.to(torch.float32) / (E2M1_MAX * g)
     a = amax if spec.arithmetic == "input" else amax.to(torch.float32)
-    six = torch.tensor(E2M1_MAX, dtype=a.dtype)
+    six = a.new_full((), E2M1_MAX)  # where a lies: CUDA multiplies by the reciprocal of a divisor on the CPU
     sixth = (a / six if spec.amax_division == "divide" else a * (1.0 / six)).to(torch.float32)
     return sixth / g if spec.block_scale == "divide" else sixth * inverse
 
@@ -50,7 +58,7 @@ def e8m0_bytes(amax: Tensor, rule: MxScale) -> Tensor:
     - ``naive``: floor(log2(fp32(amax / 6))): up to half of the range saturates. Exists to be compared with.
     """
     a = amax.to(torch.float32)
-    sixth = a / torch.tensor(E2M1_MAX)
+    sixth = a / a.new_full((), E2M1_MAX)  # where a lies, see above
     if rule == "modelopt":
         log = torch.log2(sixth.to(torch.float64)).to(torch.float32)
         return encode_e8m0(torch.ceil(log.clamp(min=-127.0)).to(torch.int32))
@@ -63,6 +71,11 @@ def e8m0_bytes(amax: Tensor, rule: MxScale) -> Tensor:
         above = torch.where(exponent == -127, bits > 0x00400000, (bits & 0x7FFFFF) != 0)
         return encode_e8m0(exponent + above.to(torch.int32))
     return encode_e8m0(exponent if rule == "naive" else exponent - 2)
+
+
+def decode_scales(scales: Tensor, spec: QuantSpec) -> Tensor:
+    """Float32 values of block scale bytes, in the format of the spec."""
+    return decode_e4m3(scales) if spec.format == "nvfp4" else decode_e8m0(scales)
 
 
 def element_scales(s: Tensor, g: Tensor, inverse: Tensor, spec: QuantSpec) -> tuple[Tensor, bool]:
@@ -91,5 +104,9 @@ def scaled_elements(x: Tensor, s: Tensor, g: Tensor, inverse: Tensor, spec: Quan
         x: float32 [..., blocks, elements]; s: decoded block scales [..., blocks, 1]; g, inverse: as in
             :func:`e4m3_target`, broadcastable to ``s``.
     """
-    scale, multiply = element_scales(s, g, inverse, spec)
+    return apply_scales(x, *element_scales(s, g, inverse, spec))
+
+
+def apply_scales(x: Tensor, scale: Tensor, multiply: bool) -> Tensor:
+    """:func:`scaled_elements` from what :func:`element_scales` returned, broadcastable to ``x``."""
     return torch.where(scale.isnan(), 0.0, x * scale if multiply else x / scale)

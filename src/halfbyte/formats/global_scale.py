@@ -34,14 +34,15 @@ def power_of_two_at_least(t: Tensor) -> Tensor:
     return (exponent.clamp(1, 254) << 23).view(torch.float32)
 
 
-def _top(spec: QuantSpec, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.tensor(E2M1_MAX * spec.scale_max, dtype=dtype)
+def _top(spec: QuantSpec, like: Tensor) -> Tensor:
+    """6 * scale_max, of the dtype and on the device of ``like`` (CUDA multiplies by the reciprocal of a divisor on the CPU)."""
+    return like.new_full((), E2M1_MAX * spec.scale_max)
 
 
 def _store(g: Tensor, spec: QuantSpec) -> Tensor:
     if spec.global_convention == "reciprocal":
         return 1.0 / g
-    return g * _top(spec) if spec.global_convention == "amax" else g
+    return g * _top(spec, g) if spec.global_convention == "amax" else g
 
 
 def fixed_global(spec: QuantSpec) -> Tensor:
@@ -55,9 +56,10 @@ def stored_global(amax: Tensor, spec: QuantSpec) -> Tensor:
     An amax of zero gives ``spec.zero_global``; a result that overflows gives 1, the safe neutral value.
     """
     a = amax if spec.arithmetic == "input" else amax.to(torch.float32)
-    top = _top(spec, a.dtype)
+    top = _top(spec, a)
     if spec.global_rounding == "power_of_two":
-        stored = _store(power_of_two_at_least(a.to(torch.float32) / _top(spec)), spec)
+        a = a.to(torch.float32)
+        stored = _store(power_of_two_at_least(a / _top(spec, a)), spec)
     elif spec.global_convention == "amax":
         stored = a
     elif spec.global_convention == "reciprocal":
@@ -77,7 +79,7 @@ def multiplier_pair(stored: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     stored = torch.where(stored > 0, stored, 1.0)
     if spec.global_convention == "multiplier":
         return stored, (1.0 / stored).clamp(max=_LARGEST)
-    inverse = stored if spec.global_convention == "reciprocal" else (_top(spec) / stored).clamp(max=_LARGEST)
+    inverse = stored if spec.global_convention == "reciprocal" else (_top(spec, stored) / stored).clamp(max=_LARGEST)
     return (1.0 / inverse).clamp(max=_LARGEST), inverse
 
 

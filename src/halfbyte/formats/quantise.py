@@ -8,14 +8,26 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import NumericsError, ShapeError
-from halfbyte.formats.block_scale import e4m3_bytes, e4m3_target, e8m0_bytes, scaled_elements
+from halfbyte.formats.block_scale import decode_scales, e4m3_bytes, e4m3_target, e8m0_bytes, scaled_elements
 from halfbyte.formats.global_scale import check_global, fixed_global, multiplier_pair, stored_global
-from halfbyte.formats.grid import E2M1_MAX, decode_e2m1, decode_e4m3, decode_e8m0, encode_e2m1
+from halfbyte.formats.grid import E2M1_MAX, decode_e2m1, decode_e4m3, encode_e2m1
 from halfbyte.formats.packing import pack_codes
 from halfbyte.formats.spec import QuantSpec
 from halfbyte.formats.tensor import QuantTensor
 
-__all__ = ["LARGEST_INPUT", "Tiles", "check_input", "fits", "join_tiles", "quantise", "settled_global", "split_tiles"]
+__all__ = [
+    "LARGEST_INPUT",
+    "Tiles",
+    "block_scales",
+    "check_input",
+    "fits",
+    "join_tiles",
+    "quantise",
+    "round_elements",
+    "settled_global",
+    "split_tiles",
+    "untile",
+]
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_INPUT = 2.0**126  # above it, rounding up to the next representable value could overflow float32
@@ -102,6 +114,7 @@ def settled_global(
         stored = stored_global(amax.amax(-1) if amax.shape[-1] else amax.new_zeros(leading), spec)
     else:
         stored = stored_global(amax.amax() if amax.numel() else amax.new_zeros(()), spec)
+    stored = stored.to(amax.device)  # CUDA multiplies by the reciprocal of a divisor on the CPU
     g, inverse = multiplier_pair(stored, spec)
     if g.ndim:
         g, inverse = g.unsqueeze(-1), inverse.unsqueeze(-1)
@@ -111,12 +124,19 @@ def settled_global(
 def join_tiles(codes: Tensor, scales: Tensor, tiles: Tiles, spec: QuantSpec, shape: tuple[int, ...]) -> QuantTensor:
     """A QuantTensor from codes [..., blocks, elements] and scale bytes [..., blocks] in the layout of ``tiles``."""
     if spec.scale_rows != 1:
-        codes = codes.reshape(*codes.shape[:-1], spec.scale_rows, spec.block).transpose(-3, -2)
         scales = scales.repeat_interleave(spec.scale_rows, dim=-2)
-    return QuantTensor(pack_codes(codes.reshape(shape)), scales, tiles.stored, spec, shape)
+    return QuantTensor(pack_codes(untile(codes, spec, shape)), scales, tiles.stored, spec, shape)
 
 
-def _round(z: Tensor, spec: QuantSpec) -> Tensor:
+def untile(elements: Tensor, spec: QuantSpec, shape: tuple[int, ...]) -> Tensor:
+    """Something of every element, in the layout of :class:`Tiles`, as a tensor of ``shape``."""
+    if spec.scale_rows != 1:
+        elements = elements.reshape(*elements.shape[:-1], spec.scale_rows, spec.block).transpose(-3, -2)
+    return elements.reshape(shape)
+
+
+def round_elements(z: Tensor, spec: QuantSpec) -> Tensor:
+    """Codes 0..15 (uint8) of elements over their scales."""
     codes = encode_e2m1(z, spec.ties, spec.zero_sign)
     return torch.where(z.abs() >= 7.0, 8, codes).to(torch.uint8) if spec.overflow == "wrap" else codes
 
@@ -128,7 +148,7 @@ def _squared_error(z: Tensor, s: Tensor, tiles: Tiles, spec: QuantSpec) -> Tenso
     values = rounded * s.unsqueeze(-1)
     if spec.global_convention == "amax":
         stored = tiles.stored.unsqueeze(-1).unsqueeze(-1) if tiles.stored.ndim else tiles.stored
-        values = values * stored / torch.tensor(E2M1_MAX * spec.scale_max)
+        values = values * stored / values.new_full((), E2M1_MAX * spec.scale_max)
     else:
         values = values * (tiles.g.unsqueeze(-1) if tiles.g.ndim else tiles.g)
     error = (values - tiles.values).square().to(torch.float64)
@@ -136,6 +156,20 @@ def _squared_error(z: Tensor, s: Tensor, tiles: Tiles, spec: QuantSpec) -> Tenso
     for i in range(1, error.shape[-1]):  # in order, so that no reduction tree decides a choice of scale
         total = total + error[..., i]
     return total
+
+
+def block_scales(tiles: Tiles, spec: QuantSpec) -> Tensor:
+    """Scale bytes [..., blocks] of the tiles."""
+    if spec.format == "mxfp4":
+        return e8m0_bytes(tiles.amax, spec.mx_scale)
+    target = e4m3_target(tiles.amax, tiles.g, tiles.inverse, spec)
+    scales = e4m3_bytes(target, spec)
+    if spec.four_over_six == "none":
+        return scales
+    scales4 = e4m3_bytes(target * 1.5, spec)
+    s, s4 = decode_e4m3(scales), decode_e4m3(scales4)
+    error4 = _squared_error(tiles.scaled(s4, spec), s4, tiles, spec)
+    return torch.where(error4 < _squared_error(tiles.scaled(s, spec), s, tiles, spec), scales4, scales)
 
 
 def quantise(x: Tensor, spec: QuantSpec, *, global_scale: Tensor | None = None, name: str = "tensor") -> QuantTensor:
@@ -157,17 +191,6 @@ def quantise(x: Tensor, spec: QuantSpec, *, global_scale: Tensor | None = None, 
         NumericsError: NaN, infinity or a magnitude above 2^126 in x, or a global scale that is not positive and finite.
     """
     tiles = split_tiles(x, spec, global_scale, name)
-    if spec.format == "mxfp4":
-        scales = e8m0_bytes(tiles.amax, spec.mx_scale)
-        return join_tiles(_round(tiles.scaled(decode_e8m0(scales), spec), spec), scales, tiles, spec, tuple(x.shape))
-    target = e4m3_target(tiles.amax, tiles.g, tiles.inverse, spec)
-    scales = e4m3_bytes(target, spec)
-    s = decode_e4m3(scales)
-    z = tiles.scaled(s, spec)
-    if spec.four_over_six == "mse":
-        scales4 = e4m3_bytes(target * 1.5, spec)
-        s4 = decode_e4m3(scales4)
-        z4 = tiles.scaled(s4, spec)
-        four = _squared_error(z4, s4, tiles, spec) < _squared_error(z, s, tiles, spec)
-        scales, z = torch.where(four, scales4, scales), torch.where(four.unsqueeze(-1), z4, z)
-    return join_tiles(_round(z, spec), scales, tiles, spec, tuple(x.shape))
+    scales = block_scales(tiles, spec)
+    codes = round_elements(tiles.scaled(decode_scales(scales, spec), spec), spec)
+    return join_tiles(codes, scales, tiles, spec, tuple(x.shape))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
+from halfbyte.formats.block_scale import decode_scales
 from halfbyte.formats.global_scale import multiplier_pair
-from halfbyte.formats.grid import decode_e4m3, decode_e8m0, decode_packed
+from halfbyte.formats.grid import decode_packed
 from halfbyte.formats.spec import QuantSpec
 from halfbyte.formats.validate import validate_parts
 
@@ -49,7 +50,7 @@ class QuantTensor:
 
     def scale_values(self) -> Tensor:
         """Block scales as float32 [..., K/block], without the global scale."""
-        return decode_e4m3(self.scales) if self.spec.format == "nvfp4" else decode_e8m0(self.scales)
+        return decode_scales(self.scales, self.spec)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """See :func:`dequantise`."""

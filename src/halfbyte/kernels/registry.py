@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from halfbyte.errors import ConfigError
 from halfbyte.kernels.protocol import Kernels
 from halfbyte.kernels.reference import ReferenceKernels
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.compiled.exact import Compile
 
 __all__ = ["active", "available", "describe", "for_device", "get"]
 
@@ -62,9 +68,36 @@ def active() -> Kernels:
     return _ACTIVE
 
 
-def for_device(device: str) -> Kernels:
-    """The kernels for tensors on a device (``cpu``, ``cuda``, ...): those in use on the CPU, the reference elsewhere. What a
-    learner calls of it (quantise, guided round, routes, log-probs) is torch throughout and asks where its tensors are."""
+def for_device(device: str, compile: Compile = "off") -> Kernels:
+    """The kernels for tensors on a device (``cpu``, ``cuda``, ...).
+
+    On the CPU those in use. On CUDA the reference, torch throughout, with FP4 products in Triton where Triton is installed. On
+    any other device the reference.
+
+    Arguments:
+        compile: ``auto``: on CUDA with compiled quantise, fake_quantise and guided_round, or the plain one where a compiled one
+            has other bits; ``on``: on the CPU too, and such a function is an error.
+
+    Raises:
+        ConfigError: ``on`` where torch cannot compile for the device.
+    """
+    cuda = device == "cuda" and torch.cuda.is_available()
+    triton = cuda and find_spec("triton") is not None
+    if compile == "on" and device == "cuda" and not triton:
+        raise ConfigError(
+            "torch cannot compile for this device",
+            where="learner.compile",
+            expected="a CUDA device, and triton installed",
+        )
+    compiled = compile == "on" or (compile == "auto" and triton)
+    if triton:
+        from halfbyte.kernels.gpu import CompiledTritonKernels, TritonKernels
+
+        return CompiledTritonKernels(insist=compile == "on") if compiled else TritonKernels()
+    if compiled:
+        from halfbyte.kernels.compiled import CompiledKernels
+
+        return CompiledKernels(insist=compile == "on")
     return _ACTIVE if device == "cpu" else _KERNELS["reference"]
 
 

@@ -15,7 +15,7 @@ from halfbyte.objective.denominators import BatchCounts, DenominatorMethod, coun
 from halfbyte.objective.distribution import Distribution, require_same_distribution, support_fingerprint
 from halfbyte.objective.entropy import entropy_statistics, token_entropy
 from halfbyte.objective.exponent import EXPONENT_LIMIT, clamped_exp
-from halfbyte.objective.gap import GapMetrics, effective_sample_size, gap_metrics, token_gap
+from halfbyte.objective.gap import GapMetrics, effective_sample_size, gap_metrics, gap_terms, token_gap
 from halfbyte.objective.kl import KlEstimator, kl_estimate
 from halfbyte.objective.policy_loss import LossInput, LossResult, policy_loss, require_compatible
 from halfbyte.objective.policy_settings import PolicySettings, Proximal
@@ -68,6 +68,7 @@ __all__ = [
     "entropy_statistics",
     "extreme_of",
     "gap_metrics",
+    "gap_terms",
     "importance_ratio",
     "kl_estimate",
     "log_ratio",

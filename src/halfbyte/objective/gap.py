@@ -5,7 +5,9 @@ Same weights, same tokens, two executions: whatever is not zero here is numerics
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +15,10 @@ from torch import Tensor
 from halfbyte.objective.exponent import EXPONENT_LIMIT
 from halfbyte.objective.validation import require_finite, require_index, require_mask, require_real
 
-__all__ = ["GapMetrics", "effective_sample_size", "gap_metrics", "token_gap"]
+if TYPE_CHECKING:
+    from halfbyte.kernels.compiled.exact import Compile
+
+__all__ = ["GapMetrics", "effective_sample_size", "gap_metrics", "gap_terms", "token_gap"]
 
 
 def token_gap(learner_logp: Tensor, rollout_logp: Tensor, mask: Tensor, sequence_index: Tensor | None = None) -> Tensor:
@@ -30,6 +35,67 @@ def token_gap(learner_logp: Tensor, rollout_logp: Tensor, mask: Tensor, sequence
         NumericsError: NaN or infinity on a token that counts; the message names it.
         ShapeError: shapes or dtypes do not fit.
     """
+    _check(learner_logp, rollout_logp, mask, sequence_index)
+    gap = _difference(learner_logp.detach(), rollout_logp.detach(), mask)
+    require_finite("gap", gap, mask, sequence_index)
+    return gap
+
+
+def gap_terms(
+    learner_logp: Tensor,
+    rollout_logp: Tensor,
+    mask: Tensor,
+    sequence_index: Tensor | None = None,
+    *,
+    compile: Compile = "auto",
+) -> tuple[Tensor, Tensor]:
+    """:func:`token_gap` and the k3 term of every token, where the log-probs lie.
+
+    For trainers that keep log-probs on a device; our own learner takes them to the CPU. Only the gap is compiled:
+    inductor's vectorised expm1 is exp(x) - 1 (on the CPU, torch 2.13), which loses small gaps, so the k3 term stays eager.
+
+    Arguments, raises: as :func:`token_gap`, and
+        compile: through ``torch.compile``, the bits unchanged: ``auto`` on CUDA, ``on`` anywhere (a ConfigError where the bits
+            would change), or ``off``.
+
+    Returns:
+        the gap and exp(g) - 1 - g with g clamped at the top to EXPONENT_LIMIT, both [T] float32, 0 where mask is false.
+    """
+    _check(learner_logp, rollout_logp, mask, sequence_index)
+    arguments = learner_logp.detach(), rollout_logp.detach(), mask
+    function: Callable[..., Tensor] = _difference
+    if (compile == "on" or (compile == "auto" and mask.is_cuda)) and len(mask) > 1:
+        from halfbyte.kernels.compiled.exact import compile_exactly  # on use: the objective needs no kernels otherwise
+
+        where = (mask.device, learner_logp.dtype, rollout_logp.dtype)
+        function = compile_exactly(
+            ("gap", *where), "gap_terms", _difference, lambda: _probe(*where), insist=compile == "on"
+        )
+    with torch.no_grad():
+        gap = function(*arguments)
+    require_finite("gap", gap, mask, sequence_index)
+    bounded = torch.clamp(gap, max=EXPONENT_LIMIT)
+    return gap, torch.expm1(bounded) - bounded
+
+
+def _difference(learner: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
+    return (torch.where(mask, learner, 0.0) - torch.where(mask, rollout, 0.0)).float()
+
+
+def _probe(device: torch.device, learner: torch.dtype, rollout: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Gaps of all sizes, of both signs, beyond the limit, and none; NaN and infinity where nothing counts."""
+    generator = torch.Generator().manual_seed(7)
+    logp = -10.0 * torch.rand(4099, generator=generator)
+    sizes = torch.exp(-20.0 + 24.0 * torch.rand(4099, generator=generator))
+    other = torch.where(torch.rand(4099, generator=generator) < 0.5, logp - sizes, logp + sizes)
+    other[::50] = logp[::50]
+    mask = torch.rand(4099, generator=generator) < 0.9
+    mask[:3] = False
+    logp[0], other[1], logp[2] = torch.nan, torch.inf, -torch.inf
+    return logp.to(device, learner), other.to(device, rollout), mask.to(device)
+
+
+def _check(learner_logp: Tensor, rollout_logp: Tensor, mask: Tensor, sequence_index: Tensor | None) -> None:
     length = mask.shape[0] if mask.dim() else 0
     require_mask("mask", mask, length)
     if sequence_index is not None:
@@ -37,10 +103,6 @@ def token_gap(learner_logp: Tensor, rollout_logp: Tensor, mask: Tensor, sequence
     for name, values in (("learner_logp", learner_logp), ("rollout_logp", rollout_logp)):
         require_real(name, values, length)
         require_finite(name, values, mask, sequence_index)
-    learner, rollout = (torch.where(mask, x.detach(), 0.0) for x in (learner_logp, rollout_logp))
-    gap = (learner - rollout).float()
-    require_finite("gap", gap, mask, sequence_index)
-    return gap
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ FREE = (
     "rollout.server_arguments",
     "rollout.store",
     "rollout.verify_every",
+    "learner.compile",
     "learner.rank_timeout",
 )
 #: finite data sets up to this size are checked before the first step
@@ -142,7 +143,7 @@ def _open_learner(config: Config, ranks: Ranks, setting: _Setting, kernels: Kern
         rollout_precision=setting.precision,
         config=config.learner,
         objective_config=config.objective,
-        kernels=for_device(device.type),
+        kernels=for_device(device.type, config.learner.compile),
         device=device,
         total_steps=config.train.steps,
         seed=config.train.seed,

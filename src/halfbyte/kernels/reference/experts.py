@@ -16,7 +16,7 @@ from torch import Tensor
 from halfbyte.errors import ShapeError
 from halfbyte.formats import QuantSpec, QuantTensor, quantise
 from halfbyte.formats.global_scale import fixed_global
-from halfbyte.kernels.reference.linear import RowStore, matrix_product, row_store, w4a4_product
+from halfbyte.kernels.reference.linear import REFERENCE, Products, RowStore, matrix_product, row_store
 from halfbyte.kernels.weights import (
     ExpertsRecord,
     LinearKind,
@@ -108,7 +108,13 @@ def pack_experts(
 
 
 def experts(
-    x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts, *, swiglu: Callable[[Tensor], Tensor]
+    x: Tensor,
+    expert_ids: Tensor,
+    gates: Tensor,
+    w: PackedExperts,
+    *,
+    swiglu: Callable[[Tensor], Tensor],
+    products: Products | None = None,
 ) -> Tensor:
     """``x [M, H] f32, expert_ids [M, k] int32, gates [M, k] f32 -> [M, H] f32``; ``swiglu`` maps ``[R, 2I]`` to ``[R, I]``.
 
@@ -116,11 +122,17 @@ def experts(
         ShapeError: tensors that do not fit ``w`` or each other, or an expert id outside ``[0, E)``.
         NumericsError: ``x`` or an intermediate holds NaN or infinity (w4a4).
     """
-    return _run(x, expert_ids, gates, w, swiglu)[0]
+    return _run(x, expert_ids, gates, w, swiglu, products or REFERENCE)[0]
 
 
 def experts_recorded(
-    x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts, *, swiglu: Callable[[Tensor], Tensor]
+    x: Tensor,
+    expert_ids: Tensor,
+    gates: Tensor,
+    w: PackedExperts,
+    *,
+    swiglu: Callable[[Tensor], Tensor],
+    products: Products | None = None,
 ) -> ExpertsRecord:
     """:func:`experts` with the codes of its input and its intermediate.
 
@@ -128,7 +140,7 @@ def experts_recorded(
         ConfigError: ``w`` is not w4a4. Otherwise as :func:`experts`.
     """
     check_recordable(w.kind, w.name)
-    y, inputs, parts = _run(x, expert_ids, gates, w, swiglu)
+    y, inputs, parts = _run(x, expert_ids, gates, w, swiglu, products or REFERENCE)
     assert inputs is not None
     assert w.activation_spec is not None
     return ExpertsRecord(y, inputs, merge_codes(parts, w.activation_spec, (*expert_ids.shape, w.intermediate)))
@@ -139,10 +151,11 @@ def merge_codes(
 ) -> QuantTensor:
     """Codes of ``shape`` = ``[M, k, I]`` from ``(pairs, codes [pairs, I])`` of each expert; ``pairs`` are indices into M * k."""
     pairs, width = shape[0] * shape[1], shape[2]
-    codes = torch.zeros(pairs, width // 2, dtype=torch.uint8)
-    scales = torch.zeros(pairs, width // spec.block, dtype=torch.uint8)
+    device = parts[0][1].codes.device if parts else None
+    codes = torch.zeros(pairs, width // 2, dtype=torch.uint8, device=device)
+    scales = torch.zeros(pairs, width // spec.block, dtype=torch.uint8, device=device)
     per_row = spec.global_scale == "token"
-    g = torch.ones(pairs) if per_row else fixed_global(spec)
+    g = torch.ones(pairs, device=device) if per_row else fixed_global(spec)
     for where, q in parts:
         codes[where], scales[where] = q.codes, q.scales
         if per_row:
@@ -153,7 +166,12 @@ def merge_codes(
 
 
 def _run(
-    x: Tensor, expert_ids: Tensor, gates: Tensor, w: PackedExperts, swiglu: Callable[[Tensor], Tensor]
+    x: Tensor,
+    expert_ids: Tensor,
+    gates: Tensor,
+    w: PackedExperts,
+    swiglu: Callable[[Tensor], Tensor],
+    products: Products,
 ) -> tuple[Tensor, QuantTensor | None, list[tuple[Tensor, QuantTensor]]]:
     """The output, the codes of ``x`` and, expert by expert, routed pairs with the codes of their intermediates (w4a4)."""
     check_routing(x, expert_ids, gates, w)
@@ -164,7 +182,7 @@ def _run(
     tokens, slots = expert_ids.shape
     x = x.detach()
     a = quantise(x, w.activation_spec, name=f"{w.name} input") if w.activation_spec is not None else None
-    parts = torch.zeros(tokens * slots, w.hidden)
+    parts = torch.zeros(tokens * slots, w.hidden, device=x.device)
     recorded: list[tuple[Tensor, QuantTensor]] = []
     flat = expert_ids.reshape(-1)
     for e in torch.unique(flat).tolist():
@@ -174,14 +192,14 @@ def _run(
             scale = row_global_scale(a.global_scale, (tokens,))[rows]
             picked = QuantTensor(a.codes[rows], a.scales[rows], scale, a.spec, (len(rows), w.hidden))
             inner = quantise(
-                swiglu(w4a4_product(picked, w.gate_up.rows[e])), a.spec, name=f"{w.name}.{e} intermediate input"
+                swiglu(products.w4a4(picked, w.gate_up.rows[e])), a.spec, name=f"{w.name}.{e} intermediate input"
             )
             recorded.append((where, inner))
-            parts[where] = w4a4_product(inner, w.down.rows[e])
+            parts[where] = products.w4a4(inner, w.down.rows[e])
         else:
-            both = matrix_product(x[rows], w.gate_up.rows[e], w.kind, None, w.name)
-            parts[where] = matrix_product(swiglu(both), w.down.rows[e], w.kind, None, w.name)
-    y = torch.zeros(tokens, w.hidden)
+            both = matrix_product(x[rows], w.gate_up.rows[e], w.kind, None, w.name, products)
+            parts[where] = matrix_product(swiglu(both), w.down.rows[e], w.kind, None, w.name, products)
+    y = torch.zeros(tokens, w.hidden, device=x.device)
     for j in range(slots):
         y += gates[:, j : j + 1] * parts.view(tokens, slots, w.hidden)[:, j]
     return y, a, recorded

@@ -17,21 +17,24 @@ nearest by the spec at the rollout's scale, between them it is taken from a dist
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from halfbyte import formats
 from halfbyte.errors import ConfigError, ShapeError
 from halfbyte.formats import Payload, QuantSpec, QuantTensor, encode_e2m1, payload_of, signed_index
-from halfbyte.formats.block_scale import scaled_elements
+from halfbyte.formats.block_scale import apply_scales, decode_scales, element_scales
 from halfbyte.formats.global_scale import multiplier_pair
-from halfbyte.formats.grid import E2M1_GRID, E2M1_MAX, decode_e4m3, decode_e8m0
+from halfbyte.formats.grid import E2M1_GRID, E2M1_MAX
 from halfbyte.formats.quantise import check_input
-from halfbyte.formats.residues import PayloadBits, check_bits
+from halfbyte.formats.residues import PayloadBits, check_bits, unpack_residues
 
-__all__ = ["check_guided", "guided_round", "quantise_with_payload"]
+__all__ = ["SIGNED_GRID", "GuidedBlocks", "check_guided", "guided_round", "quantise_with_payload", "round_towards"]
 
-_GRID = torch.tensor([*(-v for v in reversed(E2M1_GRID[1:])), *E2M1_GRID])
+#: The grid values in order, float32 ``[15]``.
+SIGNED_GRID = torch.tensor([*(-v for v in reversed(E2M1_GRID[1:])), *E2M1_GRID])
 _TOP = 7  # the largest signed index
 
 
@@ -89,31 +92,74 @@ def guided_round(
     """
     rows = check_guided(x, payload, shift, guided, name)
     check_input(x, payload.spec, name)
-    y = _toward(x, payload, shift)
+    blocks, spec, grid = GuidedBlocks.of(x, payload), payload.spec, SIGNED_GRID.to(x.device)
+    tiles = x.reshape(*payload.scales.shape, spec.block)
+    codes = payload.codes.reshape(*payload.scales.shape, spec.block * payload.bits // 8)
+    scales = (blocks.scale, blocks.s, blocks.g)
+    y = round_towards(tiles, codes, *scales, grid, spec, payload.bits, blocks.multiply, shift).reshape(x.shape)
     if rows is None or not x.numel():
         return y
     own = formats.dequantise(formats.quantise(x, payload.spec, name=name), x.dtype)
     return torch.where(rows.unsqueeze(-1), y, own)
 
 
-def _toward(x: Tensor, payload: Payload, shift: float) -> Tensor:
-    spec = payload.spec
-    tiles = x.to(torch.float32).reshape(*x.shape[:-1], x.shape[-1] // spec.block, spec.block)
-    s = (decode_e4m3(payload.scales) if spec.format == "nvfp4" else decode_e8m0(payload.scales)).unsqueeze(-1)
-    g, inverse = multiplier_pair(payload.global_scale, spec)
-    if g.dim():
-        g, inverse = g[..., None, None], inverse[..., None, None]
-    z = scaled_elements(tiles, s, g, inverse, spec).clamp(-E2M1_MAX, E2M1_MAX)
-    index = _pick(z, payload.residues().reshape(z.shape), payload.bits, spec, shift)
+@dataclass(frozen=True, eq=False)
+class GuidedBlocks:
+    """What a payload says of each block: float32 ``[..., K / block, 1]``.
+
+    Arguments:
+        s: block scales.
+        g: global scale as a multiplier, of that shape or ``[..., 1, 1]`` or ``[]``.
+        scale, multiply: what elements are divided by or multiplied with, see :func:`halfbyte.formats.block_scale.element_scales`.
+    """
+
+    s: Tensor
+    g: Tensor
+    scale: Tensor
+    multiply: bool
+
+    @staticmethod
+    def of(x: Tensor, payload: Payload) -> GuidedBlocks:
+        """Of the payload of ``x``."""
+        spec = payload.spec
+        s = decode_scales(payload.scales, spec).unsqueeze(-1)
+        # where x lies, because CUDA multiplies by the reciprocal of a divisor on the CPU
+        g, inverse = multiplier_pair(payload.global_scale.to(x.device), spec)
+        if g.dim():
+            g, inverse = g[..., None, None], inverse[..., None, None]
+        return GuidedBlocks(s, g, *element_scales(s, g, inverse, spec))
+
+
+def round_towards(
+    tiles: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    s: Tensor,
+    g: Tensor,
+    grid: Tensor,
+    spec: QuantSpec,
+    bits: PayloadBits,
+    multiply: bool,
+    shift: float,
+) -> Tensor:
+    """The rounding itself, a function of tensors.
+
+    Arguments:
+        tiles: ``[..., blocks, block]``, float32 or bfloat16.
+        codes: the payload's, ``[..., blocks, block * bits / 8]`` uint8.
+        scale, s, g, multiply: see :class:`GuidedBlocks`.
+        grid: :data:`SIGNED_GRID`, where the tiles lie.
+    """
+    z = apply_scales(tiles.to(torch.float32), scale, multiply).clamp(-E2M1_MAX, E2M1_MAX)
+    index = _pick(z, unpack_residues(codes, bits), bits, spec, shift, grid)
     index = torch.where(s > 0, index, 0)
-    return ((_GRID.to(x.device)[index + _TOP] * s) * g).reshape(x.shape).to(x.dtype)
+    return ((grid[index + _TOP] * s) * g).to(tiles.dtype)
 
 
-def _pick(z: Tensor, residue: Tensor, bits: PayloadBits, spec: QuantSpec, shift: float) -> Tensor:
+def _pick(z: Tensor, residue: Tensor, bits: PayloadBits, spec: QuantSpec, shift: float, grid: Tensor) -> Tensor:
     """Signed indices, int64, of the values that replace z."""
     if shift == 0:
         return signed_index(encode_e2m1(z, spec.ties, spec.zero_sign)).long()
-    grid = _GRID.to(z.device)
     low = (torch.bucketize(z, grid, right=True) - 1 - _TOP).clamp(max=_TOP - 1)
     high = torch.where(z <= -E2M1_MAX, 1 - _TOP, torch.bucketize(z, grid) - _TOP)
     target = _target(low, high, residue, bits)

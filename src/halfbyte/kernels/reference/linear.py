@@ -15,8 +15,10 @@ The bias, if any, is added last in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +39,18 @@ from halfbyte.kernels.weights import (
     row_global_scale,
 )
 
-__all__ = ["RowStore", "linear", "linear_recorded", "matrix_product", "pack_linear", "row_store"]
+__all__ = [
+    "REFERENCE",
+    "Products",
+    "RowStore",
+    "linear",
+    "linear_recorded",
+    "matrix_product",
+    "pack_linear",
+    "row_store",
+    "w4a4_product",
+    "w4a16_product",
+]
 
 _CHUNK = 1 << 24  # elements of the block dots held at once
 
@@ -155,20 +168,33 @@ def pack_linear(
 
 
 def matrix_product(
-    x: Tensor, store: RowStore, kind: LinearKind, activation_spec: QuantSpec | None, name: str
+    x: Tensor,
+    store: RowStore,
+    kind: LinearKind,
+    activation_spec: QuantSpec | None,
+    name: str,
+    products: Products | None = None,
 ) -> Tensor:
-    """``x [M, K] float32`` times the rows of ``store``: ``[M, N] float32``, without bias."""
+    """``x [M, K] float32`` times the rows of ``store``: ``[M, N] float32``, without bias; by the reference if no products."""
     if kind == "w4a4":
         assert activation_spec is not None
-        return w4a4_product(quantise(x, activation_spec, name=f"{name} input"), store)
-    columns = store.columns
-    acc = torch.zeros(x.shape[0], columns.shape[1], dtype=columns.dtype)
-    values = (x if kind == "fp32" else x.to(torch.bfloat16)).to(columns.dtype)
+        return (products or REFERENCE).w4a4(quantise(x, activation_spec, name=f"{name} input"), store)
+    if kind == "w4a16":
+        return (products or REFERENCE).w4a16(x, store)
+    return _accumulated(x if kind == "fp32" else x.to(torch.bfloat16), store.columns).to(torch.float32)
+
+
+def _accumulated(x: Tensor, columns: Tensor) -> Tensor:
+    acc = torch.zeros(x.shape[0], columns.shape[1], dtype=columns.dtype, device=x.device)
+    values = x.to(columns.dtype)
     for k in range(columns.shape[0]):
         acc.addcmul_(values[:, k : k + 1], columns[k])
-    if kind == "w4a16":
-        return acc * store.row_multiplier
-    return acc.to(torch.float32)
+    return acc
+
+
+def w4a16_product(x: Tensor, store: RowStore) -> Tensor:
+    """``x [M, K] float32``, rounded to BF16, times the quantised rows of ``store``: ``[M, N] float32``."""
+    return _accumulated(x.to(torch.bfloat16), store.columns) * store.row_multiplier
 
 
 def w4a4_product(a: QuantTensor, store: RowStore) -> Tensor:
@@ -176,7 +202,7 @@ def w4a4_product(a: QuantTensor, store: RowStore) -> Tensor:
     codes, scales = _doubled(a), a.scale_values().t().unsqueeze(-1)
     blocks, rows, _ = codes.shape
     columns = store.doubled.shape[-1]
-    acc = torch.zeros(rows, columns)
+    acc = torch.zeros(rows, columns, device=codes.device)
     step = max(1, _CHUNK // max(1, rows * columns))
     for start in range(0, blocks, step):
         part = slice(start, min(start + step, blocks))
@@ -189,6 +215,16 @@ def w4a4_product(a: QuantTensor, store: RowStore) -> Tensor:
     return acc * ((token * store.row_multiplier) * 0.25)
 
 
+class Products(NamedTuple):
+    """How FP4 weights are multiplied: arguments as of :func:`w4a4_product` and :func:`w4a16_product`."""
+
+    w4a4: Callable[[QuantTensor, RowStore], Tensor]
+    w4a16: Callable[[Tensor, RowStore], Tensor]
+
+
+REFERENCE = Products(w4a4_product, w4a16_product)
+
+
 def linear(
     x: Tensor,
     w: PackedLinear,
@@ -196,6 +232,7 @@ def linear(
     eps: float = 0.0,
     gated: bool = False,
     residual: Tensor | None = None,
+    products: Products | None = None,
 ) -> Tensor:
     """``x [M, K] float32 -> [M, N] float32``, or ``[M, N / 2]`` when gated.
 
@@ -203,6 +240,7 @@ def linear(
         norm, eps: the rows go through RMSNorm with this weight ``[K]`` first.
         gated: the result goes through SwiGLU, the first half of the outputs being the gate.
         residual: added to the result, last.
+        products: in place of the reference's.
     Raises:
         ShapeError: see :func:`halfbyte.kernels.weights.check_around`; or ``w`` was packed by another implementation.
         NumericsError: ``x`` holds NaN or infinity (w4a4).
@@ -213,7 +251,7 @@ def linear(
             "this weight was packed by other kernels", where=w.name, expected="a weight packed by these kernels"
         )
     rows = x.detach() if norm is None else rms_norm(x.detach(), norm, eps)
-    return _after(matrix_product(rows, w.store, w.kind, w.activation_spec, w.name), w, gated, residual)
+    return _after(matrix_product(rows, w.store, w.kind, w.activation_spec, w.name, products), w, gated, residual)
 
 
 def linear_recorded(
@@ -224,6 +262,7 @@ def linear_recorded(
     eps: float = 0.0,
     gated: bool = False,
     residual: Tensor | None = None,
+    products: Products | None = None,
 ) -> tuple[Tensor, Payload]:
     """:func:`linear` with the payload of its input (after the norm).
 
@@ -239,7 +278,7 @@ def linear_recorded(
     assert w.activation_spec is not None
     rows = x.detach() if norm is None else rms_norm(x.detach(), norm, eps)
     q, payload = quantise_with_payload(rows, w.activation_spec, bits, name=f"{w.name} input")
-    return _after(w4a4_product(q, w.store), w, gated, residual), payload
+    return _after((products or REFERENCE).w4a4(q, w.store), w, gated, residual), payload
 
 
 def _after(y: Tensor, w: PackedLinear, gated: bool, residual: Tensor | None) -> Tensor:

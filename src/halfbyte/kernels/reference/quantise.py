@@ -9,7 +9,7 @@ from halfbyte import formats
 from halfbyte.errors import ShapeError
 from halfbyte.formats import QuantSpec, QuantTensor
 
-__all__ = ["dequantise", "fake_quantise", "quantise"]
+__all__ = ["check_dtype", "dequantise", "fake_quantise", "quantise"]
 
 
 def quantise(x: Tensor, spec: QuantSpec, *, global_scale: Tensor | None = None, name: str = "tensor") -> QuantTensor:
@@ -29,6 +29,13 @@ def fake_quantise(x: Tensor, spec: QuantSpec, *, name: str = "tensor") -> Tensor
         ShapeError: ``x`` is neither float32 nor bfloat16, or has no dimension of whole blocks.
         NumericsError: ``x`` holds NaN or infinity.
     """
+    check_dtype(x, name)
+    return formats.dequantise(formats.quantise(x, spec, name=name), x.dtype)
+
+
+def check_dtype(x: Tensor, name: str) -> None:
+    """Raises:
+    ShapeError: ``x`` is neither float32 nor bfloat16.
+    """
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise ShapeError(f"{name} has dtype {x.dtype}", where=name, expected="float32 or bfloat16")
-    return formats.dequantise(formats.quantise(x, spec, name=name), x.dtype)
