@@ -194,7 +194,7 @@ def test_no_pickle_is_read() -> None:
 def text_files() -> Iterator[Path]:
     """What the repository holds as text, without folders that are built."""
     suffixes = {".py", ".md", ".toml", ".yml", ".txt", ".cpp", ".hpp", ".j2", ".html", ".svg", ".css", ""}
-    built = {".venv", "build", "dist", "site", "runs", "__pycache__"}
+    built = {".git", ".venv", "build", "dist", "site", "runs", "__pycache__"}
     for folder in ("", ".ci", "bench", "cpp", "docs", "examples", "src", "tests"):
         paths = (ROOT / folder).rglob("*") if folder else ROOT.glob("*")
         for path in paths:
