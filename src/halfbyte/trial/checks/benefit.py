@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from halfbyte.statistics.special import Reals
 from halfbyte.trial.checks.verdicts import finite
 from halfbyte.trial.cost import extra_per_request, price_per_second
 from halfbyte.trial.outcome import Check, Detail
 from halfbyte.trial.pairs import Block
 from halfbyte.trial.records import ARMS, Arm, ArmUsage, Record
 from halfbyte.trial.statistics import resample
-from halfbyte.trial.statistics.special import Reals
 
 if TYPE_CHECKING:
     from halfbyte.trial.settings import Cost, Limits

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from halfbyte.statistics.special import Reals
 from halfbyte.trial.statistics.resample import limits
-from halfbyte.trial.statistics.special import Reals
 
 __all__ = ["EXCEEDANCES", "percentile", "ratio_limits", "requests_needed", "value_limits"]
 

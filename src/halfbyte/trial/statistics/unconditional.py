@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from halfbyte.trial.statistics.special import Reals, binomial_tail, log_factorials, normal_quantile
+from halfbyte.statistics.special import Reals, binomial_tail, log_factorials, normal_quantile
 from halfbyte.trial.statistics.tango import check_counts, interval, score, scores
 
 __all__ = ["Gains", "least_gains", "lower_bound", "p_value", "pass_probability", "size"]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from halfbyte.trial.statistics.special import binomial_tail
+from halfbyte.statistics.special import binomial_tail
 
-__all__ = ["lower_limit", "requests_for_rate", "upper_limit"]
+__all__ = ["interval", "lower_limit", "requests_for_rate", "upper_limit"]
+
+
+def interval(successes: int, n: int, alpha: float) -> tuple[float, float]:
+    """Both one-sided limits at ``alpha``: together an interval of level 1 - 2 alpha; (0, 1) for n = 0."""
+    return lower_limit(successes, n, alpha), upper_limit(successes, n, alpha)
 
 
 def upper_limit(successes: int, n: int, alpha: float) -> float:
