@@ -269,6 +269,20 @@ def test_vllm_10207_memory_of_unequal_pools_is_not_compared() -> None:
     assert "1,024 and 4,096" in check.note
 
 
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [(("NVML", "PSS"), None), (("engine metrics + NVML", "RSS"), None), (("engine metrics + PSS", "PSS"), True)],
+)
+def test_peaks_measured_by_different_means_do_not_compare(sources: tuple[str, str], expected: bool | None) -> None:
+    """A candidate that runs on the CPU takes none of the GPU's memory, and has not become smaller."""
+    arms = usage()
+    arms = {arm: replace(used, source=source) for (arm, used), source in zip(arms.items(), sources)}
+    check = verdict(table(0, 0, 60), 60, usages=arms).check("peak_memory")
+    assert check is not None
+    assert check.ok is expected
+    assert ("do not compare" in check.note) is (expected is None)
+
+
 @pytest.mark.parametrize(("faster", "expected"), [(1.0, False), (2.0, True)])
 def test_throughput(faster: float, expected: bool) -> None:
     def outcome(arm: Arm, task: int, repeat: int) -> dict[str, Any]:
