@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from halfbyte.statistics.special import binomial_tail
 
 __all__ = ["interval", "lower_limit", "requests_for_rate", "upper_limit"]
@@ -20,6 +22,7 @@ def upper_limit(successes: int, n: int, alpha: float) -> float:
     return 1.0 - lower_limit(n - successes, n, alpha)
 
 
+@lru_cache(maxsize=4096)
 def lower_limit(successes: int, n: int, alpha: float) -> float:
     """The one-sided lower limit: P(X >= successes | limit) = alpha; 0 at none of n."""
     if not 0 <= successes <= n:
