@@ -22,6 +22,7 @@ FLOORS = {
     "config": 1,
     "formats": 1,
     "html": 1,
+    "statistics": 1,
     "kernels": 2,
     "models": 3,
     "guidance": 4,

@@ -151,7 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
             fake.on_request(number)
         messages = body.get("messages") or [{"role": "user", "content": body.get("prompt")}]
         said = str(messages[-1]["content"])
-        time.sleep(script.seconds)
+        if script.seconds:
+            time.sleep(script.seconds)
         prompt = script.template + sum(len(str(m["content"]).split()) for m in messages)
         with fake.lock:
             cached = prompt if script.cache and said in fake.seen else 0

@@ -135,4 +135,5 @@ def test_type_one_error_with_repeats(kind: str, n: int, k: int, margin: float) -
     """2000 trials at the margin: at most 6% pass, plus twice the simulation's own error."""
     random = np.random.default_rng(5)
     kept = sum(passes(at_margin(kind, random, n, k, margin), margin) for _ in range(2000))
+    print(f"{kind}, {n} tasks, {k} repeats, margin {margin}: {kept} of 2000 pass")
     assert kept / 2000 <= 0.06 + 2 * np.sqrt(0.06 * 0.94 / 2000)

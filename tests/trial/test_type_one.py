@@ -44,26 +44,61 @@ def chance(gains: np.ndarray, losses: np.ndarray, n: int, difference: float, fli
 
 
 def grid(margin: float, n: int) -> np.ndarray:
-    """Shares of flips from the margin (all of them losses) to 1, dense near the margin, where errors are largest."""
-    return np.unique(np.concatenate([np.linspace(margin, min(1.0, margin + 20 / n), 40), np.linspace(margin, 1.0, 30)]))
+    """Shares of flips from the margin (all of them losses) to 1, dense near the margin, where errors change fastest."""
+    near = np.linspace(0.0, 1.0, 60) ** 2 * min(1 - margin, 20 / n)
+    return np.unique(np.concatenate([margin + near, np.linspace(margin, 1.0, 60)]))
+
+
+def passing_share(n: int, margin: float, flips: np.ndarray) -> np.ndarray:
+    """What ``chance`` sums over ``passing``, a number of flips at a time by scipy's binomial distributions: faster."""
+    least, counts, shares = unconditional.least_gains(n, margin, 0.05), np.arange(n + 1), flips[:, None]
+    inside = scipy.stats.binom.sf(least - 1, counts, (1 - margin / shares) / 2)
+    return np.asarray((scipy.stats.binom.pmf(counts, n, shares) * inside).sum(axis=1))
 
 
 def worst(n: int, margin: float) -> float:
-    return float(chance(*passing(n, margin), n, -margin, grid(margin, n)).max())
+    """Largest share of candidates at the margin that pass: on the grid, and finer about its three largest values."""
+    shares = grid(margin, n)
+    values = passing_share(n, margin, shares)
+    tops = np.argsort(values)[-3:]
+    ends = shares[np.maximum(tops - 1, 0)], shares[np.minimum(tops + 1, len(shares) - 1)]
+    return float(max(values.max(), passing_share(n, margin, np.linspace(*ends, 15).ravel()).max()))
+
+
+@pytest.mark.parametrize(("n", "margin"), [(30, 0.05), (77, 0.1), (181, 0.2)])
+def test_two_ways_to_sum_over_tables_agree(n: int, margin: float) -> None:
+    shares = grid(margin, n)
+    slowly = chance(*passing(n, margin), n, -margin, shares)
+    np.testing.assert_allclose(passing_share(n, margin, shares), slowly, rtol=0, atol=1e-11)
 
 
 def test_at_the_margin_at_most_six_percent_pass() -> None:
     """Every n from 30 to 200 at the default margin, and others; the bound kept is alpha itself."""
     errors = {(n, 0.05): worst(n, 0.05) for n in range(30, 201)}
     errors |= {(n, margin): worst(n, margin) for margin in (0.02, 0.03, 0.1, 0.15, 0.2) for n in range(30, 201, 10)}
-    assert max(errors.values()) <= 0.0502, max(errors, key=errors.__getitem__)
+    assert max(errors.values()) <= 0.05 + 1e-8, max(errors, key=errors.__getitem__)
     assert max(errors.values()) > 0.045  # and it is a test, not a refusal
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("margin", [0.02, 0.03, 0.07, 0.1, 0.15, 0.2])
 def test_at_the_margin_at_most_six_percent_pass_at_every_size(margin: float) -> None:
-    assert max(worst(n, margin) for n in range(30, 201)) <= 0.0502
+    error, n = max((worst(n, margin), n) for n in range(30, 201))
+    print(f"margin {margin}: {error:.5f} at n = {n}")
+    assert error <= 0.05 + 1e-8
+
+
+def test_a_peak_just_above_the_margin_is_seen() -> None:
+    """1 gain and 28 losses of 181 at 20 points: p = .05012, all of it at 20.3% flips; a coarse look finds .0498 and passes."""
+    n, margin, shares = 181, 0.2, np.linspace(0.2, 0.21, 401)
+    seen = tango.score(1, 28, n, -margin)
+    gains, losses = np.meshgrid(np.arange(n + 1), np.arange(n + 1), indexing="ij")
+    inside = gains + losses <= n
+    gains, losses = gains[inside], losses[inside]
+    as_high = tango.scores(gains, losses, n, -margin) >= seen - 1e-9
+    peak = chance(gains[as_high], losses[as_high], n, -margin, shares).max()
+    assert peak == pytest.approx(0.0501223, abs=1e-6)
+    assert unconditional.p_value(1, 28, n, -margin) == pytest.approx(peak, abs=1e-8)
 
 
 @pytest.mark.parametrize("n", [30, 60, 120])

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from halfbyte.statistics import proportions
 from halfbyte.study.arms import BUILT_IN, Arm
-from halfbyte.study.bootstrap import binomial_interval, estimate
+from halfbyte.study.bootstrap import LEVEL, estimate
 from halfbyte.study.records import COLLAPSE_SHARE, FORMAT, METRICS, SECONDS, SERIES, RunRecord, derived, packed
 
 __all__ = ["analyse", "pareto"]
@@ -94,7 +95,7 @@ def _arm(
         # What is served is compared in one precision: both policies run in it.
         differences |= {f"deployed/{p}": _difference(runs, base, _deployed(p)) for p in precisions}
     judged = [bool(run.collapsed) for run in runs if run.collapsed is not None]
-    low, high = binomial_interval(sum(judged), len(judged))
+    low, high = proportions.interval(sum(judged), len(judged), (1 - LEVEL) / 2)
     return {
         "arm": name,
         "trained": trained,

@@ -1,4 +1,4 @@
-"""Intervals for a handful of seeds: the exact bootstrap, Student's t, and exact limits of a proportion. Pure functions.
+"""Intervals for a handful of seeds: the exact bootstrap and Student's t. Pure functions.
 
 With n values the bootstrap has n^n resamples, but only (2n - 1 choose n) different ones; up to ``EXACT`` values all of them
 are taken, so that an interval depends on nothing but the values. Beyond, resamples come from a counter-based generator with
@@ -8,14 +8,16 @@ a fixed key. Neither depends on the order of the values or on how often one has 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Estimate", "binomial_interval", "bootstrap_interval", "estimate", "t_interval", "t_quantile"]
+from halfbyte.statistics.special import student_quantile
+
+__all__ = ["LEVEL", "Estimate", "bootstrap_interval", "estimate", "t_interval"]
 
 LEVEL = 0.95
 EXACT = 8
@@ -83,29 +85,8 @@ def t_interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, fl
     n = len(values)
     mean = math.fsum(values) / n
     deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
-    half = t_quantile((1 + level) / 2, n - 1) * deviation / math.sqrt(n)
+    half = student_quantile((1 + level) / 2, n - 1) * deviation / math.sqrt(n)
     return mean - half, mean + half
-
-
-def t_quantile(probability: float, freedom: int) -> float:
-    """Quantile (>= 1/2) of Student's distribution with ``freedom`` >= 1 degrees, by bisection of its closed form."""
-    low, high = 0.0, 1.0
-    while _t_below(high, freedom) < probability:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _t_below(middle, freedom) < probability else (low, middle)
-    return high
-
-
-def binomial_interval(successes: int, n: int, level: float = LEVEL) -> tuple[float, float]:
-    """Clopper and Pearson's limits (Biometrika 26, 1934): never too narrow, also at 0 of n; (0, 1) for n = 0."""
-    if n == 0:
-        return 0.0, 1.0
-    tail = (1 - level) / 2
-    low = 0.0 if successes == 0 else _solve(lambda p: _at_least(successes, n, p) - tail)
-    high = 1.0 if successes == n else _solve(lambda p: tail - (1 - _at_least(successes + 1, n, p)))
-    return low, high
 
 
 def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -124,30 +105,3 @@ def _resamples(n: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     counts = list(_compositions(n, n))
     ways = [math.factorial(n) // math.prod(map(math.factorial, row)) for row in counts]
     return np.array(counts, np.int64), np.array(ways, np.int64)
-
-
-def _t_below(t: float, freedom: int) -> float:
-    """P(T <= t), t >= 0: Abramowitz and Stegun 26.7.3 and 26.7.4."""
-    theta = math.atan(t / math.sqrt(freedom))
-    cosine, sine = math.cos(theta), math.sin(theta)
-    odd = freedom % 2
-    term = cosine if odd else 1.0
-    total = term if freedom > 1 else 0.0
-    for k in range(2 + odd, freedom - 1, 2):
-        term *= (k - 1) / k * cosine * cosine
-        total += term
-    central = 2 / math.pi * (theta + sine * total) if odd else sine * total
-    return 0.5 + central / 2
-
-
-def _at_least(successes: int, n: int, p: float) -> float:
-    return math.fsum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(successes, n + 1))
-
-
-def _solve(rising: Callable[[float], float]) -> float:
-    """Zero in (0, 1) of a rising function."""
-    low, high = 0.0, 1.0
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
-    return (low + high) / 2

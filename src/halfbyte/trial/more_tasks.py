@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from halfbyte.statistics import proportions
 from halfbyte.trial import planning
 from halfbyte.trial.outcome import Check
 from halfbyte.trial.pairs import Pair
-from halfbyte.trial.statistics import percentiles, proportions
+from halfbyte.trial.statistics import percentiles
 
 if TYPE_CHECKING:
     from halfbyte.trial.settings import Limits

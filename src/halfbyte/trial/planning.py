@@ -16,9 +16,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from halfbyte.errors import ConfigError
+from halfbyte.statistics import proportions
+from halfbyte.statistics.special import normal_quantile
 from halfbyte.trial.records import Strict
-from halfbyte.trial.statistics import percentiles, proportions, resample, unconditional
-from halfbyte.trial.statistics.special import normal_quantile
+from halfbyte.trial.statistics import percentiles, resample, unconditional
 
 if TYPE_CHECKING:
     from halfbyte.trial.settings import Limits

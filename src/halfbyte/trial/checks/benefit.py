@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from halfbyte.statistics.special import Reals
 from halfbyte.trial.checks.verdicts import finite
 from halfbyte.trial.cost import extra_per_request, price_per_second
 from halfbyte.trial.outcome import Check, Detail
 from halfbyte.trial.pairs import Block
 from halfbyte.trial.records import ARMS, Arm, ArmUsage, Record
 from halfbyte.trial.statistics import resample
-from halfbyte.trial.statistics.special import Reals
 
 if TYPE_CHECKING:
     from halfbyte.trial.settings import Cost, Limits
@@ -60,6 +60,10 @@ def _peak_memory(usage: Mapping[Arm, ArmUsage], peaks: Mapping[Arm, Sequence[int
         "candidate_kv_tokens": pools[1],
         "blocks": max(len(peaks.get(arm, ())) for arm in ARMS),
     }
+    means = [used.source.split(" + ")[-1] for used in (before, after)]
+    if means[0] != means[1]:  # such as a candidate that fell back to the CPU: its memory there is another thing
+        note = f"peaks by {means[0]} in the baseline and by {means[1]} in the candidate do not compare"
+        return _unknown(name, least, note, details)
     known = [size for size in pools if size is not None]
     if len(known) == len(pools) and max(known) - min(known) > POOL_TOLERANCE * max(known):
         note = f"KV pools of {known[0]:,} and {known[1]:,} tokens: pin them equal, or memory compares pools, not models"

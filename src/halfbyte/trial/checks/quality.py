@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from halfbyte.statistics.special import Reals
 from halfbyte.trial.checks.verdicts import unknown
 from halfbyte.trial.outcome import Check, Detail
 from halfbyte.trial.pairs import Pair
 from halfbyte.trial.records import TaskInfo
 from halfbyte.trial.statistics import mcnemar, repeats, tango, unconditional
-from halfbyte.trial.statistics.special import Reals
 
 __all__ = ["critical_tasks", "non_inferiority", "pass_rate", "tool_parse"]
 

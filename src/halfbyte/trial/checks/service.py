@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from halfbyte.statistics import proportions
+from halfbyte.statistics.special import Reals
 from halfbyte.trial.checks.verdicts import at_most, unknown
 from halfbyte.trial.outcome import Check, Detail
 from halfbyte.trial.pairs import Block, Pair
 from halfbyte.trial.records import Arm, Record
-from halfbyte.trial.statistics import percentiles, proportions, resample
-from halfbyte.trial.statistics.special import Reals
+from halfbyte.trial.statistics import percentiles, resample
 
 __all__ = ["failure_rate", "latency_limit", "latency_ratio", "length_ratio"]
 
@@ -23,7 +24,7 @@ def failure_rate(records: Sequence[Record], limit: float, alpha: float) -> Check
     kinds = sorted({r.failure for r in failed["candidate"] if r.failure is not None})
     note = f"{k} of {n} requests failed" + (f" ({', '.join(kinds)})" if kinds else "")
     note += f"; the baseline's: {len(failed['baseline'])}"
-    interval = proportions.lower_limit(k, n, alpha), proportions.upper_limit(k, n, alpha)
+    interval = proportions.interval(k, n, alpha)
     if limit > 0 and interval[0] <= limit < interval[1]:
         note += (
             f"; {proportions.requests_for_rate(limit, alpha, k):,} requests with as many failures would hold the limit"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from halfbyte.trial.statistics.special import binomial_tail
+from halfbyte.statistics.special import binomial_tail
 
 __all__ = ["mcnemar"]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from halfbyte.statistics.special import Reals
 from halfbyte.trial.statistics.resample import limits
-from halfbyte.trial.statistics.special import Reals
 
 __all__ = ["EXCEEDANCES", "percentile", "ratio_limits", "requests_needed", "value_limits"]
 
@@ -57,14 +57,16 @@ class _Weighted:
         values = np.concatenate(arrays)
         order = np.argsort(values, kind="stable")
         self.values = values[order]
-        self.block = np.repeat(np.arange(len(arrays)), [len(a) for a in arrays])[order]
+        block = np.repeat(np.arange(len(arrays)), [len(a) for a in arrays])[order]
+        # Values of each block up to every value: [blocks, values]; whole numbers, so products with counts are exact.
+        self.reached = np.cumsum(block == np.arange(len(arrays))[:, None], axis=1, dtype=np.float64)
         self.q = q
 
     def __call__(self, drawn: Reals) -> Reals:
         out = np.empty(len(drawn))
         rows = max(1, _CELLS // len(self.values))
         for begin in range(0, len(drawn), rows):
-            reached = np.cumsum(drawn[begin : begin + rows][:, self.block], axis=1)
+            reached = drawn[begin : begin + rows] @ self.reached
             least = self.q * reached[:, -1:] - 1e-9
             out[begin : begin + rows] = self.values[np.argmax(reached >= np.maximum(least, 0.5), axis=1)]
         return out

@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from halfbyte.statistics.special import Reals, normal_quantile
 from halfbyte.trial.statistics.resample import generator, limits
-from halfbyte.trial.statistics.special import Reals, normal_quantile
 
 __all__ = ["bootstrap_interval", "bootstrap_p_value", "interval", "null_distribution", "score"]
 

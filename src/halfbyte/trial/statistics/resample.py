@@ -20,7 +20,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from halfbyte.trial.statistics.special import Reals, student_quantile
+from halfbyte.statistics.special import Reals, student_quantile
 
 __all__ = ["RESAMPLES", "draws", "expanded_tail", "generator", "least_clusters", "limits"]
 

@@ -12,7 +12,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from halfbyte.trial.statistics.special import Reals, normal_quantile
+from halfbyte.statistics.special import Reals, normal_quantile
 
 __all__ = ["check_counts", "interval", "score", "scores"]
 

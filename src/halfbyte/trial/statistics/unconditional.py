@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from halfbyte.trial.statistics.special import Reals, binomial_tail, log_factorials, normal_quantile
+from halfbyte.statistics.special import Reals, log_factorials, normal_quantile
 from halfbyte.trial.statistics.tango import check_counts, interval, score, scores
 
 __all__ = ["Gains", "least_gains", "lower_bound", "p_value", "pass_probability", "size"]
@@ -26,7 +26,7 @@ __all__ = ["Gains", "least_gains", "lower_bound", "p_value", "pass_probability",
 Gains = npt.NDArray[np.int64]
 
 _TIE = 1e-9  # scores nearer than this are equal
-_WIDTH = 9.0  # standard deviations of the number of flips that are summed over
+_CELLS = 1_000_000  # probabilities held at once
 
 
 @lru_cache(maxsize=4096)
@@ -83,42 +83,70 @@ def least_gains(n: int, margin: float, alpha: float) -> Gains:
 
 
 def pass_probability(region: Gains, n: int, difference: float, flips: npt.ArrayLike) -> Reals:
-    """P(gains >= region[flips]) at a true difference, for each share of flips in [|difference|, 1]."""
+    """P(gains >= region[flips]) at a true difference, for each share of flips in [|difference|, 1].
+
+    Arguments:
+        region: as ``_region`` makes them: with one flip more the fewest gains stay or rise by one.
+    """
     shares = np.atleast_1d(np.asarray(flips, float))
-    counts = np.arange(n + 1)
-    spread = _WIDTH * np.sqrt(n * shares * (1 - shares)) + _WIDTH
-    near = (region <= counts) & (np.abs(counts - n * shares[:, None]) <= spread[:, None])
-    row, count = np.nonzero(near)
-    share = shares[row]
-    gain = np.where(share > 0, np.clip((1 + difference / np.where(share > 0, share, 1.0)) / 2, 0.0, 1.0), 0.5)
-    each = _binomial(count, n, share) * binomial_tail(region[count], count, gain)
-    return np.bincount(row, each, minlength=len(shares)).astype(np.float64)
+    gain = np.where(shares > 0, np.clip((1 + difference / np.where(shares > 0, shares, 1.0)) / 2, 0.0, 1.0), 0.5)
+    # P(Binomial(m, g) >= region[m]) for all m: one flip more adds g P(= region - 1) where the least stays, and takes
+    # (1 - g) P(= region) where it rises.
+    before, rises = np.arange(n), np.diff(region)
+    assert np.all((rises == 0) | (rises == 1))
+    at = region[:-1] - 1 + rises
+    real = (at >= 0) & (at <= before)
+    at = np.where(real, at, 0)
+    logs = log_factorials(n)
+    ways = np.where(real, logs[before] - logs[at] - logs[before - at], -np.inf)
+    out = np.empty(len(shares))
+    for rows in np.array_split(np.arange(len(shares)), -(-len(shares) * (n + 1) // _CELLS)):
+        share, g = shares[rows], gain[rows]
+        moved = np.exp(ways + _powers(at, g) + _powers(before - at, 1 - g)) * (g[:, None] - rises)
+        tails = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(moved, axis=1)], axis=1) + (region[0] == 0)
+        out[rows] = (_binomial(np.arange(n + 1), n, share[:, None]) * np.clip(tails, 0.0, 1.0)).sum(axis=1)
+    return out
 
 
 def size(region: Gains, n: int, difference: float) -> float:
     """Largest ``pass_probability`` over the shares of flips.
 
-    As a function of the share it is a polynomial that varies over about sqrt(share (1 - share) / n): a grid four times as
-    fine, then finer grids about its largest values; what is left between their points is below 1e-9.
+    Taken on the grid of ``_shares``, then on finer ones about each of its local maxima that come near the largest.
     """
     shares = _shares(n, difference)
     values = pass_probability(region, n, difference, shares)
-    angles = np.arcsin(np.sqrt(shares))
-    least, end, step = angles[0], angles[-1], angles[1] - angles[0]
     best = float(values.max())
-    for count in (3, 1, 1, 1):
-        centres = angles[np.argsort(values)[-count:]]
-        angles = np.clip((centres[:, None] + np.linspace(-step, step, 17)).ravel(), least, end)
-        values = pass_probability(region, n, difference, np.clip(np.sin(angles) ** 2, abs(difference), 1.0))
-        best, step = max(best, float(values.max())), step / 8
+    padded = np.concatenate([[-1.0], values, [-1.0]])
+    peaks = np.nonzero((values >= padded[:-2]) & (values >= padded[2:]) & (values >= 0.9 * best))[0]
+    low, high = shares[np.maximum(peaks - 1, 0)], shares[np.minimum(peaks + 1, len(shares) - 1)]
+    for points in (17, 17, 17, 17):
+        inside = np.linspace(low, high, points, axis=1)
+        values = pass_probability(region, n, difference, inside.ravel()).reshape(inside.shape)
+        best = max(best, float(values.max()))
+        # Two peaks at most matter from here on: one falls behind by more than a finer grid can lift it.
+        kept = np.argsort(values.max(axis=1))[-2:]
+        inside, top = inside[kept], values[kept].argmax(axis=1)
+        rows = np.arange(len(kept))
+        low, high = inside[rows, np.maximum(top - 1, 0)], inside[rows, np.minimum(top + 1, points - 1)]
     return best
 
 
 def _shares(n: int, difference: float) -> Reals:
-    """Shares of flips from |difference| to 1, evenly in the scale where a share of n has the same spread everywhere."""
-    least, end = math.asin(math.sqrt(abs(difference))), math.pi / 2
-    grid = np.linspace(least, end, max(16, math.ceil((end - least) * 4 * math.sqrt(n))))
-    return np.asarray(np.clip(np.sin(grid) ** 2, abs(difference), 1.0))
+    """Shares of flips from |difference| to 1, evenly in two scales at once, for the size varies in both.
+
+    One is where a share of n has the same spread everywhere, as the number of flips asks. The other is that of the rarer kind
+    of flip, which has a chance of (share - |difference|) / 2: just above |difference| the size rises and falls while the share
+    hardly changes (n = 181, difference -.2: the largest lies at .203, between two points of the first grid).
+    """
+    step = 1 / (4 * math.sqrt(n))
+    both = _even(abs(difference), 1.0, step), abs(difference) + 2 * _even(0.0, (1 - abs(difference)) / 2, step)
+    return np.unique(np.clip(np.concatenate(both), abs(difference), 1.0))
+
+
+def _even(low: float, high: float, step: float) -> Reals:
+    """Probabilities from ``low`` to ``high``, evenly in arcsin of the root, 16 or more."""
+    least, end = math.asin(math.sqrt(low)), math.asin(math.sqrt(high))
+    return np.asarray(np.sin(np.linspace(least, end, max(16, math.ceil((end - least) / step)))) ** 2)
 
 
 def _shrunk(region: Gains, n: int, difference: float, alpha: float, excess: float) -> Gains:

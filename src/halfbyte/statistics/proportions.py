@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from halfbyte.trial.statistics.special import binomial_tail
+from functools import lru_cache
 
-__all__ = ["lower_limit", "requests_for_rate", "upper_limit"]
+from halfbyte.statistics.special import binomial_tail
+
+__all__ = ["interval", "lower_limit", "requests_for_rate", "upper_limit"]
+
+
+def interval(successes: int, n: int, alpha: float) -> tuple[float, float]:
+    """Both one-sided limits at ``alpha``: together an interval of level 1 - 2 alpha; (0, 1) for n = 0."""
+    return lower_limit(successes, n, alpha), upper_limit(successes, n, alpha)
 
 
 def upper_limit(successes: int, n: int, alpha: float) -> float:
@@ -15,6 +22,7 @@ def upper_limit(successes: int, n: int, alpha: float) -> float:
     return 1.0 - lower_limit(n - successes, n, alpha)
 
 
+@lru_cache(maxsize=4096)
 def lower_limit(successes: int, n: int, alpha: float) -> float:
     """The one-sided lower limit: P(X >= successes | limit) = alpha; 0 at none of n."""
     if not 0 <= successes <= n:

@@ -1,6 +1,7 @@
 """Distribution functions that the statistics need, in numpy: incomplete beta, binomial tails, Student's and normal quantiles.
 
-scipy has them all; a user who asks a server whether it is good enough should not need it. Tests hold these against scipy.
+scipy has them all; a user who asks whether a server is good enough, or repeats a study, should not need it. Tests hold these
+against scipy.
 """
 
 from __future__ import annotations
