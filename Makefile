@@ -21,7 +21,7 @@ help:
 # Two stamps: the demo needs the runtime only, everything else the development tools as well.
 $(VENV)/runtime.stamp: $(RECIPE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing halfbyte and what it needs into $(VENV) ..."
+	@echo "installing halfbyte and what it needs into $(VENV), compiling the kernels: a few minutes ..."
 	$(PIP) --editable .
 	touch $@
 

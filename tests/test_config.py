@@ -314,6 +314,12 @@ def test_a_mistake_is_blamed_on_what_made_it(tmp_path: Path) -> None:
     assert set(caught.value.where.split(", ")) == {"command-line flag", str(file), "--set learner.lr=-1"}
 
 
+def test_settings_that_do_not_go_together_are_blamed_on_one_that_is_named() -> None:
+    with pytest.raises(ConfigError, match="in_flight") as caught:
+        load_config(sets=["rollout.in_flight=true", "rollout.staleness=1"])
+    assert caught.value.where == "--set rollout.in_flight=true"
+
+
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", "folder"])
 def test_files_that_cannot_be_read(tmp_path: Path, content: object) -> None:
     file = tmp_path / "run.toml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -440,3 +441,25 @@ def test_an_escape_has_no_meaning_for_four_bits(name: str) -> None:
 def test_block_hash_is_xxh3_64() -> None:
     # Published by the xxHash project for the empty input; the rest of the algorithm is the package's.
     assert block_hash(np.zeros(0, np.uint8)) == 0x2D06800538D394C2
+
+
+@pytest.mark.parametrize("block", [-4, 0, 1, 3, 1000, 1 << 21])
+def test_a_block_that_the_format_does_not_have_is_refused(block: int) -> None:
+    base = np.zeros(4096, np.uint8)
+    with pytest.raises(RefitError, match="blocks of"):
+        encode("F32", base, base + np.uint8(1), block=block)
+
+
+def test_what_is_no_tensors_bytes_is_refused() -> None:
+    base = np.zeros(64, np.uint8)
+    delta = encode("BF16", base, base + np.uint8(1))
+    odd: list[Any] = [np.zeros(128, np.uint8)[::2], base.view(np.float32), base.reshape(8, 8), base.tobytes(), None]
+    for wrong in odd:
+        with pytest.raises(RefitError, match="in place of a tensor's bytes"):
+            encode("BF16", wrong, base)
+        with pytest.raises(RefitError, match="in place of a tensor's bytes"):
+            apply("BF16", wrong, delta)
+    with pytest.raises(RefitError, match="profile 'slow'"):
+        encode("BF16", base, base, "slow")  # type: ignore[arg-type]
+    doubled = np.repeat(np.frombuffer(delta.to_bytes(), np.uint8), 2)
+    assert TensorDelta.from_bytes(doubled[::2]).to_bytes() == delta.to_bytes()

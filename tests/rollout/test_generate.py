@@ -56,6 +56,14 @@ def test_half_a_surrogate_pair_is_refused_with_file_and_line(tmp_path: Path, row
     assert "in.jsonl:3" in refused(tmp_path, {"prompt": "1="}, row)
 
 
+def test_prompts_are_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("in.jsonl")
+    for name in ("in.jsonl", "link"):
+        with pytest.raises(DataError, match="take the place of the prompts"):
+            run(tmp_path, {"prompt": "1="}, out=tmp_path / name)
+        assert json.loads((tmp_path / "in.jsonl").read_text()) == {"prompt": "1="}
+
+
 @pytest.mark.parametrize("field", ["sample", "response", "finish_reason", "tokens"])
 def test_a_field_that_the_output_uses_is_refused(tmp_path: Path, field: str) -> None:
     message = refused(tmp_path, {"prompt": "1="}, {"prompt": "5=", field: "mine"})

@@ -246,6 +246,8 @@ def test_settings_out_of_range_are_refused() -> None:
         {"max_queue": -1},
         {"request_seconds": 0},
         {"max_body_bytes": 0},
+        {"kv_memory_mb": float("nan")},
+        {"kv_memory_mb": float("inf")},
         {"follow_seconds": 0},
         {"served_name": ""},
     ]

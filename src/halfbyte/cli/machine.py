@@ -29,6 +29,12 @@ PACKAGES = ("python", "torch", "numpy", "safetensors", "tokenizers", "pydantic",
 EXTRAS = {
     "transformers": ("transformers",),
     "tasks": ("reasoning_gym", "math_verify"),
+    "serve": ("starlette", "uvicorn", "prometheus_client"),
+    "trial": ("aiohttp", "jsonschema", "psutil"),
+    "ray": ("ray",),
+    "vllm": ("vllm",),
+    "objectstore": ("obstore",),
+    "parquet": ("pyarrow",),
     "track": ("trackio",),
 }
 THREAD_VARIABLES = ("HALFBYTE_THREADS", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

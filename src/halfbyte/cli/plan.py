@@ -120,7 +120,7 @@ def _text(found: RunPlan, work: Workload) -> Iterator[str]:
     refit = found.refit
     yield (
         f"refit       {_size(refit.delta_bytes)} in {refit.delta_total:,.2f} s; all weights: {_size(refit.full_bytes)} in "
-        f"{refit.full_total:,.2f} s ({refit.speedup:.1f} times sooner)"
+        f"{refit.full_total:,.2f} s ({refit.compared})"
     )
     yield "            " + ", ".join(f"{name} {seconds:,.2f}" for name, seconds in refit.delta_seconds.items())
     if found.step_seconds is not None and found.rollout_share is not None:

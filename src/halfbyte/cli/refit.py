@@ -328,7 +328,7 @@ def plan(
     print(f"{parameters:.3g} parameters, {change_rate:.2%} changed, {link:g} MB/s, {ranks} ranks, profile {profile}\n")
     print(f"full transfer  {_size(cost.full_bytes):>10}  {_phases(cost.full_seconds)}  = {cost.full_total:,.1f} s")
     print(f"delta          {_size(cost.delta_bytes):>10}  {_phases(cost.delta_seconds)}  = {cost.delta_total:,.1f} s")
-    print(f"\n{cost.speedup:.1f} times sooner. At other change rates:")
+    print(f"\n{cost.compared}. At other change rates:")
     for other in over_rates(scenario):
         rate = f"{other.scenario.change_rate:.0%}"
         print(f"{rate:>5}  {_size(other.delta_bytes):>10}  {other.delta_total:>10,.1f} s  {other.speedup:>7.1f} x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Literal
@@ -79,7 +80,7 @@ def serve(
         max_queue=max_queue,
         max_prompt=max_prompt,
         max_n=max_n,
-        max_body_bytes=int(max_body_mb * 2**20),
+        max_body_bytes=int(max_body_mb * 2**20) if math.isfinite(max_body_mb) else 0,
         stream_seconds=stream_seconds,
         request_seconds=request_seconds,
         drain_seconds=drain_seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -27,11 +28,13 @@ class Origins:
     default: str
     keys: dict[str, str] = field(default_factory=dict)
 
-    def of(self, key: str) -> str:
-        """The source of ``key``, or of a key inside it."""
+    def of(self, key: str, about: str = "") -> str:
+        """The source of ``key``, or of a key inside it: of one that the text ``about`` what is wrong names, if there is one."""
         inside = [source for name, source in self.keys.items() if f"{name}.".startswith(f"{key}.")]
         around = [source for name, source in self.keys.items() if f"{key}.".startswith(f"{name}.")]
-        return (around or inside or [self.default])[-1]
+        words = set(re.findall(r"\w+", about))
+        named = [s for name, s in self.keys.items() if name.startswith(f"{key}.") and name.rpartition(".")[2] in words]
+        return (around or named or inside or [self.default])[-1]
 
 
 def validated(model: type[AnySection], data: Mapping[str, Any], where: str) -> AnySection:
@@ -65,7 +68,7 @@ def explain(error: ValidationError, model: type[BaseModel], origins: Origins) ->
         if text not in texts:
             texts.append(text)
     lines = [f"{key}: {'; or '.join(texts)}" if key else "; ".join(texts) for key, texts in problems.items()]
-    sources = list(dict.fromkeys(origins.of(key) for key in problems))
+    sources = list(dict.fromkeys(origins.of(key, "; ".join(texts)) for key, texts in problems.items()))
     return ConfigError("; ".join(lines), where=", ".join(sources))
 
 

@@ -138,7 +138,7 @@ class Tokenizer:
                 f"the tokenizer has no chat template {name!r}",
                 where=str(self.folder),
                 expected=f"one of: {known}",
-                fix="give plain text prompts, or use a chat model",
+                fix="give plain text prompts (of a server: /v1/completions, or start it with --chat-template FILE)",
             )
         return self.chat_templates[name].render(
             messages,

@@ -109,6 +109,11 @@ class Cost:
         """How many times sooner the ranks serve the new version."""
         return self.full_total / self.delta_total
 
+    @property
+    def compared(self) -> str:
+        """The delta beside a full transfer, in words."""
+        return f"{self.speedup:.1f} times sooner" if self.speedup >= 1 else f"{1 / self.speedup:.1f} times later"
+
     def to_json(self) -> dict[str, Any]:
         """One JSON object."""
         return asdict(self) | {

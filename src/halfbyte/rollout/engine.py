@@ -6,6 +6,7 @@ alone, in any batch, in any arrival order, for any page size, with shared prompt
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ class EngineOptions:
                 raise ConfigError(
                     f"{name} = {getattr(self, name)}", where=f"EngineOptions.{name}", expected="at least 1"
                 )
-        if self.kv_memory_mb <= 0 or (self.max_length is not None and self.max_length < 1):
+        if not 0 < self.kv_memory_mb < math.inf or (self.max_length is not None and self.max_length < 1):
             raise ConfigError(
                 f"kv_memory_mb = {self.kv_memory_mb}, max_length = {self.max_length}",
                 where="EngineOptions",

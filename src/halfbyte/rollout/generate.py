@@ -92,6 +92,8 @@ def generate_file(
     Raises:
         UserError: the model, a prompt or the target cannot be used; nothing is written. The target is tried first.
     """
+    if os.path.realpath(target) == os.path.realpath(source):
+        raise DataError("the responses would take the place of the prompts", where=str(target), fix="name another file")
     rows = list(read_prompts(source))
     if not rows:
         raise DataError("there are no prompts", where=str(source), expected="at least one line")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -76,6 +77,7 @@ class ServeSettings:
             ("port", 0 <= self.port < 65536, "0 to 65535"),
             ("api-key", self.api_key is None or (self.api_key.isascii() and self.api_key.strip() != ""), "ASCII text"),
             ("served-name", self.served_name is None or self.served_name != "", "a name"),
+            ("kv-memory-mb", 0 < self.kv_memory_mb < math.inf, "a positive number"),
             ("max-queue", self.max_queue >= 0, "0 or more"),
             ("max-prompt", self.max_prompt is None or self.max_prompt >= 1, "at least 1"),
             ("max-n", self.max_n >= 1, "at least 1"),

@@ -1,4 +1,4 @@
-"""Blocks: where they lie in a tensor, and their hashes."""
+"""Blocks: where they lie in a tensor, and their hashes; what every call of the codec asks of its arguments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,48 @@ from halfbyte.errors import RefitError
 from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.element import element_of
 
-__all__ = ["BLOCK", "Hashes", "block_count", "block_hash", "block_hashes", "block_span", "element_count"]
+__all__ = [
+    "BLOCK",
+    "LOG2_BLOCK",
+    "Hashes",
+    "block_count",
+    "block_hash",
+    "block_hashes",
+    "block_span",
+    "check_block",
+    "check_flat",
+    "element_count",
+]
 
 #: Elements of a block of the flattened tensor.
 BLOCK = 1 << 20
+#: Base-2 logarithms of the block sizes that the format has.
+LOG2_BLOCK = range(1, 21)
 #: uint64 [blocks]: xxh3-64 of each block's bytes.
 Hashes = npt.NDArray[np.uint64]
+
+
+def check_block(block: int) -> None:
+    """Raises:
+    RefitError: the format has no blocks of that size.
+    """
+    if block < 1 or block.bit_length() - 1 not in LOG2_BLOCK or block & (block - 1):
+        raise RefitError(f"blocks of {block} elements", expected=f"a power of two, 2 to {1 << LOG2_BLOCK[-1]}")
+
+
+def check_flat(*arrays: Bytes) -> None:
+    """Raises:
+    RefitError: something else than contiguous uint8 [n].
+    """
+    for array in arrays:
+        found = array if isinstance(array, np.ndarray) else None
+        if found is None or found.dtype != np.uint8 or found.ndim != 1 or not found.flags.c_contiguous:
+            shown = type(array).__name__ if found is None else f"{found.dtype} {list(found.shape)}"
+            raise RefitError(
+                f"{shown} in place of a tensor's bytes",
+                expected="contiguous uint8 [n_bytes]",
+                fix="use arrays.flat_bytes or arrays.writable_bytes",
+            )
 
 
 def element_count(dtype: str, n_bytes: int) -> int:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from halfbyte.errors import RefitError
 from halfbyte.refit.arrays import Bytes
-from halfbyte.refit.codec.blocks import block_count, block_span
+from halfbyte.refit.codec.blocks import LOG2_BLOCK, block_count, block_span
 from halfbyte.refit.codec.element import ELEMENTS, element_of
 
 __all__ = ["ROW", "STREAMS", "BlockKind", "BlockRow", "Coding", "TensorDelta"]
@@ -59,7 +59,6 @@ ROW = np.dtype(
 _HEADER = struct.Struct("<4sBBBBQQQ")  # magic, version, dtype, log2 of the block, 0, elements, blocks, payload bytes
 _MAGIC = b"HBTD"
 _VERSION = 1
-_LOG2_BLOCK = range(1, 21)
 _FEW = 8  # rows
 _CLASS_HEAD = 2 + 6 * 256  # bytes: number of classes and a record for each
 
@@ -143,7 +142,7 @@ class TensorDelta:
         Raises:
             RefitError: anything that the format page does not allow.
         """
-        raw = np.frombuffer(data, np.uint8)
+        raw = np.frombuffer(np.ascontiguousarray(data) if isinstance(data, np.ndarray) else data, np.uint8)
         if raw.size < _HEADER.size:
             raise _bad(where, f"{raw.size} bytes are too few")
         magic, version, code, log2, zero, elements, blocks, n_payload = _HEADER.unpack_from(raw.data)
@@ -154,7 +153,7 @@ class TensorDelta:
                 where, f"format version {version}", expected=f"version {_VERSION}", fix="install a newer halfbyte"
             )
         dtype = next((name for name, element in ELEMENTS.items() if element.code == code), None)
-        if dtype is None or zero or log2 not in _LOG2_BLOCK:
+        if dtype is None or zero or log2 not in LOG2_BLOCK:
             raise _bad(where, f"header with dtype {code}, block 2**{log2}, reserved {zero}")
         if elements >= 1 << 60 or elements * element_of(dtype).bits % 8 or blocks != block_count(elements, 1 << log2):
             raise _bad(where, f"{elements} elements in {blocks} blocks of 2**{log2}")

@@ -11,7 +11,7 @@ import numpy as np
 from halfbyte.errors import RefitError
 from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.arena import Arena
-from halfbyte.refit.codec.blocks import BLOCK, Hashes, block_count, block_hash, element_count
+from halfbyte.refit.codec.blocks import BLOCK, Hashes, block_count, block_hash, check_block, check_flat, element_count
 from halfbyte.refit.codec.delta import ROW, STREAMS, BlockKind, Coding, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
 from halfbyte.refit.codec.kernels import CodecKernels, Marked, Room
@@ -64,8 +64,12 @@ def encode(
         base_hashes: hashes of the base's blocks where they are known (``block_hashes``); saves a pass over the base.
         with_kernels: instead of the active ones.
     Raises:
-        RefitError: lengths that differ or are no whole number of elements.
+        RefitError: lengths that differ or are no whole number of elements; arrays, blocks or a profile that do not exist.
     """
+    check_flat(base, target)
+    check_block(block)
+    if profile not in _SPARSE_MOST:
+        raise RefitError(f"profile {profile!r}", expected=" or ".join(_SPARSE_MOST))
     if base.size != target.size:
         raise RefitError(
             f"base has {base.size} bytes, target {target.size}", fix="write a tensor whose shape changed whole"

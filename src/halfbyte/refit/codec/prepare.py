@@ -10,7 +10,7 @@ import numpy as np
 from halfbyte.errors import RefitError
 from halfbyte.refit.arrays import Bytes
 from halfbyte.refit.codec.arena import Arena
-from halfbyte.refit.codec.blocks import block_hash, element_count
+from halfbyte.refit.codec.blocks import block_hash, check_flat, element_count
 from halfbyte.refit.codec.delta import BlockKind, BlockRow, Coding, TensorDelta
 from halfbyte.refit.codec.element import Element, element_of
 from halfbyte.refit.codec.kernels import Classed, CodecKernels, Marked
@@ -123,7 +123,8 @@ def stream_arenas(delta: TensorDelta) -> tuple[Arena, Arena]:
 
 
 def check_fits(dtype: str, data: Bytes, delta: TensorDelta, where: str) -> None:
-    """The delta is for a tensor of this dtype and length."""
+    """The delta is for a tensor of this dtype and length, and these are its bytes."""
+    check_flat(data)
     if delta.dtype != dtype or delta.elements != element_count(dtype, data.size):
         raise RefitError(
             f"the delta is for {delta.elements} elements of {delta.dtype}",
