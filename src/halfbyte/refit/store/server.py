@@ -103,8 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if body:
+            self.server_of.count(len(body))  # whoever has read it may look at the count
             self.wfile.write(body)
-            self.server_of.count(len(body))
 
     def log_message(self, *arguments: Any) -> None:
         """Quiet."""
