@@ -100,3 +100,27 @@ def test_the_probe_holds_subnormal_values() -> None:
     values, scale = compiled._probe(get_spec("mx_rceil"), torch.float32, torch.device("cpu"))[:2]
     assert bool(((values != 0) & (values.abs() < tiny)).any())
     assert bool(((scale != 0) & (scale < tiny)).any())
+
+
+def test_a_compiler_that_fails_later_leads_back_as_well(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes: list[int] = []
+
+    def tired(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(x: Tensor) -> Tensor:
+            sizes.append(len(x))
+            if len(x) > 2:
+                raise RuntimeError("not once more")
+            return x + x
+
+        return call
+
+    monkeypatch.setattr(module, "_chosen", {})
+    monkeypatch.setattr(module, "_compiled", tired)
+    found = compile_exactly("key", "double", double, arguments, insist=True)
+    with caplog.at_level(logging.WARNING):
+        for size in (2, 3, 2, 5):
+            assert found(torch.ones(size)).tolist() == [2.0] * size
+    assert sizes == [2, 2, 3], "compared, used, failed, and never asked again"
+    assert caplog.text.count("double runs uncompiled from now on") == 1

@@ -39,6 +39,7 @@ NUMERICS: dict[str, Any] = {
     "cpp.enable_unsafe_math_opt_flag": False,
 }
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_RECOMPILATIONS = 64
 _chosen: dict[Hashable, tuple[Function, str]] = {}
 
 
@@ -85,10 +86,30 @@ def _choose(name: str, function: Function, probe: Callable[[], tuple[Tensor, ...
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     else:
         if same_bits(got, wanted):
-            return compiled, ""
+            return _lasting(name, compiled, function), ""
         problem = "it differs from the eager function in some bits"
     _LOG.warning("%s runs uncompiled: %s", name, problem)
     return function, problem
+
+
+def _lasting(name: str, compiled: Function, function: Function) -> Function:
+    """``compiled``, as long as the compiler keeps up: it compiles again for arguments of another kind, a limited number of times.
+    From its first failure on ``function``, which does the same."""
+    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    failed = False
+
+    def call(*arguments: Tensor) -> Tensor:
+        nonlocal failed
+        if not failed:
+            try:
+                with torch._dynamo.config.patch({limit: _RECOMPILATIONS}):
+                    return compiled(*(x.contiguous() for x in arguments))
+            except Exception as error:  # as in _choose
+                failed = True
+                _LOG.warning("%s runs uncompiled from now on: %s", name, type(error).__name__)
+        return function(*arguments)
+
+    return call
 
 
 def _compiled(function: Function) -> Function:
