@@ -10,7 +10,7 @@ import torch
 from devices import CUDA
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from rounding_inputs import KINDS, tensor
 
 from halfbyte import formats, objective
 from halfbyte.errors import NumericsError
@@ -22,24 +22,7 @@ from halfbyte.kernels.reference.guide import guided_round
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), CUDA]
 KERNELS = CompiledKernels(insist=True)  # a function that has other bits, or does not compile, is an error
-KINDS = ("normal", "grid", "zeros", "wide", "subnormal")
 few = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def tensor(rows: int, k: int, seed: int, kind: str) -> Tensor:
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, k, generator=g) * torch.exp(torch.randn(rows, 1, generator=g) * 4)
-    if kind == "grid":  # most quotients are ties or grid points
-        x = torch.randint(-24, 25, (rows, k), generator=g) * 0.25 * 2.0 ** float(torch.randint(-9, 9, (), generator=g))
-    elif kind == "zeros":
-        x = torch.where(torch.rand(rows, k, generator=g) < 0.9, torch.zeros(()), x)
-        x[::2] = 0
-    elif kind == "wide":
-        x = x * torch.exp(torch.randn(rows, k, generator=g) * 12)
-    elif kind == "subnormal":
-        x = x * 2.0**-140
-    x[0, ::5] = -0.0
-    return x
 
 
 @pytest.mark.parametrize("device", DEVICES)

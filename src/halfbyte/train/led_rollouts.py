@@ -25,7 +25,7 @@ Out = TypeVar("Out")
 
 
 class LedRollouts:
-    """See :class:`~halfbyte.train.rollouts.Rollouts`. Every call is collective but ``connect``, ``deploy`` and ``close``.
+    """See :class:`~halfbyte.train.rollouts.Rollouts`. Calls that submit, take, play, look, follow or guide are collective.
 
     Arguments:
         lead: rank 0's backend; None on the others.

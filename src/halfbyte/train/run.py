@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from torch import Tensor
 
 from halfbyte.config import Config, difference
-from halfbyte.envs import Environment, Split, make_env
+from halfbyte.envs import Environment, Split
 from halfbyte.errors import ConfigError, DataError
-from halfbyte.guidance.batch import Alignment
 from halfbyte.guidance.plan import Plan
 from halfbyte.kernels import Kernels, active
 from halfbyte.kernels.registry import for_device
 from halfbyte.learner.learner import Learner
 from halfbyte.learner.ranks import Ranks
-from halfbyte.models.architecture import Architecture
 from halfbyte.models.checkpoint_writer import save_checkpoint
-from halfbyte.models.open_model import open_model
-from halfbyte.models.precision import Precision, precision_from
+from halfbyte.models.precision import precision_from
 from halfbyte.models.tokenizer import Tokenizer
 from halfbyte.objective import delimiter_flags
 from halfbyte.rollout.weights import RolloutWeights
-from halfbyte.train.alignment import make_alignment
 from halfbyte.train.collect import encode_prompt
 from halfbyte.train.device import device_of
 from halfbyte.train.flight import Flight, load_flight
 from halfbyte.train.opening import open_rollouts
 from halfbyte.train.ranks import folder_of, open_weights, ranks_of, sharding
 from halfbyte.train.run_folder import RunFolder, environment
+from halfbyte.train.setting import Setting, learner_precision, open_setting
 from halfbyte.train.state import Progress, latest_checkpoint, load_state
 from halfbyte.train.tracker import make_tracker
 from halfbyte.train.trainer import Trainer
@@ -81,65 +77,13 @@ def run(config: Config, *, resume: bool = False, overwrite: bool = False, ray_ad
         return _run(config, ranks, resume=resume, overwrite=overwrite, ray_address=ray_address)
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """What a configuration opens before anything is written."""
-
-    arch: Architecture
-    tensors: Mapping[str, Tensor]
-    tokenizer: Tokenizer
-    tokenizer_path: Path | None
-    environment: Environment
-    prompt_limit: int
-    longest: int  # tokens of a sequence
-    precision: Precision  # of the rollout
-    alignment: Alignment | None
-    guidance: Plan
-
-
-def _open_setting(config: Config) -> _Setting:
-    checkpoint, tokenizer = open_model(config.model.path)
-    arch, options = checkpoint.architecture, dict(config.env.options)
-    if config.env.reward is not None:
-        options["reward"] = config.env.reward
-    environment = make_env(config.env.name, **options)
-    room = arch.max_positions - config.rollout.max_tokens
-    if room < 1:
-        raise ConfigError(
-            f"max_tokens {config.rollout.max_tokens} leaves no room for a prompt",
-            where="rollout.max_tokens",
-            expected=f"fewer than the model's {arch.max_positions} positions",
-        )
-    prompt_limit, precision = min(config.env.max_prompt_tokens, room), precision_from(config.precision)
-    if config.learner.execution == "native":  # both sides round alike: there is nothing to guide
-        alignment, guidance = None, Plan()
-    else:
-        alignment, guidance = make_alignment(config.alignment, arch, precision, _learner_precision(config))
-    return _Setting(
-        arch,
-        checkpoint.tensors,
-        tokenizer,
-        checkpoint.tokenizer_path,
-        environment,
-        prompt_limit,
-        arch.max_positions if environment.multi_turn else prompt_limit + config.rollout.max_tokens,
-        precision,
-        alignment,
-        guidance,
-    )
-
-
-def _learner_precision(config: Config) -> Precision:
-    return precision_from(config.precision if config.learner.precision == "same" else config.learner.precision)
-
-
-def _open_learner(config: Config, ranks: Ranks, setting: _Setting, kernels: Kernels) -> Learner:
+def _open_learner(config: Config, ranks: Ranks, setting: Setting, kernels: Kernels) -> Learner:
     device, arch = device_of(config), setting.arch
     segmented = config.objective.segmenter == "delimiter"
     return Learner(
         arch,
         setting.tensors,
-        precision=_learner_precision(config),
+        precision=learner_precision(config),
         rollout_precision=setting.precision,
         config=config.learner,
         objective_config=config.objective,
@@ -175,24 +119,18 @@ def _run(config: Config, ranks: Ranks, *, resume: bool, overwrite: bool, ray_add
     _refuse_to_mix(folder, config, resume=resume, overwrite=overwrite)
     kernels, counted = active(), config.train.delta_precision
     delta_precision = None if counted is None else precision_from(counted)
-    setting = _open_setting(config)
+    setting = open_setting(config)
     learner = _open_learner(config, ranks, setting, kernels)
     saved = latest_checkpoint(folder.path / "checkpoints") if resume else None
     progress, flight = _resumed(config, saved, learner)
     tensors = dict(learner.parameters.published()) | learner.parameters.published_scales()
     rollouts = open_rollouts(
         config,
+        setting,
         ranks,
-        setting.arch,
-        setting.precision,
         kernels,
         tensors,
         version=progress.version,
-        environment=setting.environment,
-        tokenizer=setting.tokenizer,
-        tokenizer_path=setting.tokenizer_path,
-        longest=setting.longest,
-        prompt_limit=setting.prompt_limit,
         guidance=setting.guidance if progress.guidance is None else Plan.from_json(progress.guidance),
         folder=folder.path,
         ray_address=ray_address,

@@ -87,7 +87,7 @@ def prepare(
     check_fits(dtype, data, delta, where)
     use = with_kernels or kernels()
     element, unpacker, step = element_of(dtype), Unpacker(), element_of(dtype).bytes_of(delta.block)
-    states, bodies, arenas = [], [], stream_arenas(delta)
+    states, bodies, arenas = [], [], _stream_arenas(delta)
     for index, row in enumerate(delta.rows()):
         block = data[index * step : (index + 1) * step]
         state = block_state(row, block, audit=audit)
@@ -110,13 +110,13 @@ def decode(delta: TensorDelta, *, where: str = "delta", with_kernels: CodecKerne
         RefitError: a damaged stream.
     """
     use, element, unpacker = with_kernels or kernels(), element_of(delta.dtype), Unpacker()
-    arenas = stream_arenas(delta)
+    arenas = _stream_arenas(delta)
     return tuple(
         decode_block(delta, row, index, element, unpacker, use, where, arenas) for index, row in enumerate(delta.rows())
     )
 
 
-def stream_arenas(delta: TensorDelta) -> tuple[Arena, Arena]:
+def _stream_arenas(delta: TensorDelta) -> tuple[Arena, Arena]:
     """Memory for all streams of a delta: for those that an undo keeps, and for the others."""
     sizes = delta.table["raw"].sum(0, dtype=np.int64)
     return Arena(int(sizes[0])), Arena(int(sizes[1:].sum()))

@@ -13,14 +13,13 @@ from halfbyte import __version__
 from halfbyte.config import Config
 from halfbyte.guidance.plan import Plan
 from halfbyte.kernels import Kernels
-from halfbyte.models.architecture import Architecture
-from halfbyte.models.precision import Precision
 from halfbyte.rollout.weights import RolloutWeights
 from halfbyte.train.ray.cluster import Cluster
 from halfbyte.train.ray.events import Events
 from halfbyte.train.ray.messages import WorkerSpec
 from halfbyte.train.ray.pool import Pool, actor_options
 from halfbyte.train.ray.rollouts import RayRollouts, Shadow
+from halfbyte.train.setting import Setting
 
 __all__ = ["open_ray_rollouts", "tokenizer_files"]
 
@@ -37,15 +36,11 @@ _FILES = (
 
 def open_ray_rollouts(
     config: Config,
-    architecture: Architecture,
-    precision: Precision,
+    setting: Setting,
     kernels: Kernels,
     tensors: Mapping[str, Tensor],
     *,
     version: int,
-    tokenizer: Path,
-    longest: int,
-    prompt_limit: int,
     guidance: Plan,
     folder: Path,
     address: str | None = None,
@@ -54,14 +49,15 @@ def open_ray_rollouts(
 
     Arguments:
         tensors: the learner's published weights, ``version`` of them.
-        tokenizer: folder of the tokenizer. longest, prompt_limit: tokens.
         folder: of the run. address: of a cluster; None takes ``RAY_ADDRESS``, or starts Ray on this machine.
 
     Raises:
         MissingExtraError: ray is not installed.
         ClusterError: the cluster does not answer.
     """
-    rollout = config.rollout
+    assert setting.tokenizer_path is not None, "it was read from there"
+    rollout, arch, precision = config.rollout, setting.arch, setting.precision
+    files = tokenizer_files(setting.tokenizer_path)
     options = actor_options(rollout.resources, os.environ)
     cluster = Cluster(
         address or os.environ.get("RAY_ADDRESS") or None,
@@ -73,10 +69,10 @@ def open_ray_rollouts(
     def make_pool(store: str, headers: dict[str, str], run: str) -> Pool:
         spec = WorkerSpec(
             config.to_json(),
-            architecture,
-            tokenizer_files(tokenizer),
-            longest,
-            prompt_limit,
+            arch,
+            files,
+            setting.longest,
+            setting.prompt_limit,
             store,
             headers,
             run,
@@ -84,11 +80,11 @@ def open_ray_rollouts(
         )
         return Pool(cluster, spec, rollout.workers, options=options, capacity=rollout.max_sequences, events=events)
 
-    pack = partial(RolloutWeights.pack, architecture, precision, tensors, kernels)
+    pack = partial(RolloutWeights.pack, arch, precision, tensors, kernels)
     return RayRollouts(
         cluster,
         make_pool,
-        Shadow(architecture, precision, kernels, pack(version=version, n_positions=longest)),
+        Shadow(arch, precision, kernels, pack(version=version, n_positions=setting.longest)),
         guidance,
         folder=folder,
         serve=rollout.store == "http" or (rollout.store == "auto" and not cluster.alone),
